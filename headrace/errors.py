@@ -7,6 +7,7 @@ HeadraceError
 ├── AlreadyExists          ALREADY_EXISTS       same key, other content
 ├── FailedPrecondition     FAILED_PRECONDITION  right request, wrong moment
 │   ├── GroupGone          reason GROUP_GONE    engines were started again since they joined it
+│   ├── BaseGone           reason BASE_GONE     engines lack the weights that a delta changes
 │   └── NothingToLearn     (never on the wire)  too many samples fail: a person has to mend something
 ├── Aborted                ABORTED
 │   ├── Fenced             reason FENCED        a newer trainer owns the ledger
@@ -79,6 +80,10 @@ class FailedPrecondition(HeadraceError):
 
 class GroupGone(FailedPrecondition):
     """A weight group's engines are not the ones that joined it: begin with another group."""
+
+
+class BaseGone(FailedPrecondition):
+    """Engines lack the weights that a delta changes: send the whole."""
 
 
 class NothingToLearn(FailedPrecondition):

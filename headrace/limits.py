@@ -147,6 +147,8 @@ MAX_TENSORS: Final = 100_000
 """Tensors of a manifest, and checksums of a commit."""
 MAX_BUCKETS: Final = 1 << 16
 """Buckets of a publication."""
+MAX_DELTAS: Final = 64
+"""Folders under a delta."""
 MAX_PUBLISH_GROUPS: Final = 1_024
 """Collective groups of a publication."""
 MAX_PUBLISH_SECONDS: Final = 86_400.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -29,7 +29,7 @@ from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.generator import Generator
 from services.rollout.publication.publication import CommitResult
 from services.rollout.publication.receiver import Receiver
-from services.rollout.publication.state import GroupPlan, Plan
+from services.rollout.publication.state import Delta, GroupPlan, Plan
 from services.trainer.control.senders import WeightSender, WeightWriter
 from services.trainer.durable import remove
 from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
@@ -53,6 +53,20 @@ class Stack:
     fleet: Fleet
     roots: dict[str, Path]
     memory: MemoryFiles
+    senders: dict[str, WeightSender | WeightWriter] = field(default_factory=dict)
+
+    def sender(self, way: str) -> WeightSender | WeightWriter:
+        """The same one at each call: it remembers what was published."""
+        policy, form = cast(Policy, self.source), self.form
+        if way not in self.senders and way == "disk":
+            self.senders[way] = WeightWriter(
+                policy, ALONE, lambda _: False, root=self.roots["disk"], file_bytes=100_000, form=form
+            )
+        elif way not in self.senders:
+            self.senders[way] = WeightSender(
+                policy, ALONE, lambda _: False, host="127.0.0.1", bucket_bytes=512 << 20, timeout_seconds=240, form=form
+            )
+        return self.senders[way]
 
     @property
     def source(self) -> SameWeights:
@@ -131,7 +145,7 @@ async def broadcast(stack: Stack, version: int) -> CommitResult:
 
 
 async def through_files(
-    stack: Stack, way: str, version: int, *, torn_bytes: int = 0, flips: bool = False
+    stack: Stack, way: str, version: int, *, torn_bytes: int = 0, flips: bool = False, receiver: Receiver | None = None
 ) -> CommitResult:
     root, memory = stack.roots[way], stack.memory if way == "ipc" else None
     writer = WeightWriter(
@@ -152,7 +166,7 @@ async def through_files(
     content = bytearray(file.read_bytes())
     content[-1] ^= flips
     file.write_bytes(bytes(content[: len(content) - torn_bytes]))
-    receiver = Receiver(stack.fleet, root)
+    receiver = receiver or Receiver(stack.fleet, root)
     await receiver.begin(plan)
     try:
         await receiver.receive(name, 0)
@@ -190,6 +204,49 @@ async def test_an_engine_has_the_weights_that_were_sent_on_every_way_and_compute
         found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         specs = {spec.name: spec.dtype for spec in stack.plan(0, root=folder).buckets[0]}
         assert {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in found.items()} == specs
+
+
+async def by_delta(stack: Stack, way: str, version: int, receiver: Receiver, base: CommitResult) -> CommitResult:
+    """What changed since `base`, whose weights are `stack.kept`."""
+    sender = stack.sender(way)
+    compared = sender.compare()
+    assert compared is not None
+    assert compared.delta_bytes is not None
+    if way == "disk":
+        plan = stack.plan(version, root=stack.roots["disk"])
+        sent = await asyncio.to_thread(sender.send_delta, plan.publication_id, {})
+        folder = stack.roots["disk"] / f"e1-v{version - 1}-0a1b2c3d"
+        await receiver.begin(replace(plan, delta=Delta(base.weights_digest, base_folders=[folder])))
+        await receiver.receive(plan.publication_id, 0)
+    else:
+        opened = sender.open(0)
+        assert opened is not None
+        group = GroupPlan(opened.name, opened.host, opened.port, (0,), joined=False)
+        delta = Delta(base.weights_digest, bucket_bytes=[compared.delta_bytes])
+        plan = stack.plan(version, group=group)
+        begun = await receiver.begin(replace(plan, delta=delta))
+        sending = asyncio.create_task(asyncio.to_thread(sender.send_delta, plan.publication_id, {0: begun.world_size}))
+        await receiver.receive(plan.publication_id, 0)
+        sent = await sending
+        sender.drop([0])
+    assert sent is not None
+    assert sent.error is None
+    return await receiver.commit(plan.publication_id, sent.checksums, stack.probe())
+
+
+@pytest.mark.parametrize("way", ["disk", "collective"])
+async def test_a_delta_gives_an_engine_the_weights_that_the_whole_gives_it(stack: Stack, way: str) -> None:
+    first = {"disk": 30, "collective": 40}[way]
+    receiver = Receiver(stack.fleet, stack.roots["disk"])
+    base = await through_files(stack, "disk", first, receiver=receiver)
+    stack.sender(way).keep()
+    with torch.no_grad():
+        for number, weight in enumerate(stack.model.parameters()):
+            weight.view(-1)[number::97].mul_(0.5)
+    changed = await by_delta(stack, way, first + 1, receiver, base)
+    whole = await through_files(stack, "disk", first + 2)
+    assert changed.weights_digest == whole.weights_digest
+    assert changed.weights_digest != base.weights_digest
 
 
 async def test_what_is_not_as_it_was_sent_is_not_served(stack: Stack) -> None:

@@ -21,7 +21,7 @@ from headrace.cli.view.lines import print_no_wrap
 from headrace.devices import DevicePlan, DeviceShare, gpu_memory_bytes, num_gpus
 from headrace.job.engine_shape import EngineShape, engine_shapes
 from headrace.job.eval_sets import eval_sets
-from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
+from headrace.job.megatron import OPTIMIZER_ON_GPU, megatron
 from headrace.job.model import adapted_layers
 from headrace.job.rules.files import where_code_runs
 from headrace.job.rules.machines import cluster_plan, device_plan
@@ -258,7 +258,8 @@ def _engines_of_each(job: Job) -> int:
 
 def _group(group: EngineGroup, shape: EngineShape) -> str:
     own = ", ".join(f"{name} {value}" for name, value in group.overrides.items()) or "the job's arguments"
-    return f"{group.name}: {_count(group.count, 'engine')} of {shape}, {own}"
+    kind = f"{group.worker_type} engine" if group.is_part else "engine"
+    return f"{group.name}: {_count(group.count, kind)} of {shape}, {own}"
 
 
 def _weights(job: Job) -> str:
@@ -274,16 +275,21 @@ def _weights(job: Job) -> str:
 
 def _way(job: Job) -> str:
     publish = job.publish
-    if publish.update_weight_transport == "collective":
-        return "broadcast to the engines"
+    changed = ""
+    if publish.update_weight_delta:
+        much = megatron(job.megatron).bf16 or BlockFp8.of(job.model.hf_checkpoint) is not None
+        changed = "; what changed alone" if much else "; the whole each time, as in float32 nearly all values change"
+    if publish.is_broadcast:
+        return "broadcast to the engines" + changed
     folder = RunFolder.of(job).weights_of(publish)
     size = version_bytes(job)
     each = "a version's size is unknown here" if size is None else f"{gigabytes(size)} a version"
     if publish.update_weight_transport == "ipc":
         return f"through shared memory in {folder}: {each}, and two versions lie there"
+    what = "adapters alone, no engine stands still, " if publish.update_weight_transport == "adapter" else ""
     return (
-        f"through files in {folder}, which trainer and engines must see: {each}, and two versions lie there during a "
-        "publication"
+        f"{what}through files in {folder}, which trainer and engines must see: {each}, and two versions lie there "
+        f"during a publication{changed}"
     )
 
 
@@ -421,7 +427,7 @@ def memory(job: Job) -> Memory | None:
         "old actor": copy if job.train.keep_old_actor else 0.0,
     }
     engine = parameters * weight / job.placement.engine_sizes[0]
-    keeps = job.publish.update_weight_rollback == "host"
+    keeps = job.publish.update_weight_rollback == "host" or job.publish.update_weight_delta
     kept = parameters / args.pipeline_model_parallel_size * weight if keeps else 0.0
     held = parameters if adapters is None else adapters
     offloaded = held / shared * (states + _FLOAT32) if offloads else 0.0
@@ -473,8 +479,11 @@ def gigabytes(size: float) -> str:
 
 
 def version_bytes(job: Job) -> int | None:
-    """Bytes of all weights as they are published; None when this machine knows nothing of the model."""
+    """Bytes of all that is published; None when this machine knows nothing of the model."""
     weight, form = _BFLOAT16 if megatron(job.megatron).bf16 else _FLOAT32, BlockFp8.of(job.model.hf_checkpoint)
+    if job.publish.update_weight_transport == "adapter":
+        adapters = num_adapter_parameters(job)
+        return None if adapters is None else adapters * weight
     if form is None:
         parameters = num_parameters(job)
         return None if parameters is None else parameters * weight

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from headrace.devices import num_gpus
 from headrace.errors import ConfigError
+from headrace.job.engine_shape import engine_shapes
 from headrace.job.hook_files import HOOK_LEAVES, completed
 from headrace.job.load import flags
 from headrace.job.schema.job import Job, derive
@@ -17,6 +20,7 @@ from headrace.job.schema.section import PromptPath
 from headrace.job.table_file import TableFile
 from headrace.limits import shown
 from headrace.models.registry import find
+from headrace.process.scratch import SHARED_MEMORY
 
 _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
 
@@ -107,7 +111,7 @@ def resolve(job: Job) -> Job:
     Paths are taken from the working directory, a hook's file is completed by its only function, parallel sizes come
     from the preset, and one of the four batch sizes is derived.
     """
-    job = _colocated(with_engine_groups(_engine_ranks(job)))
+    job = _with_transport(_colocated(with_engine_groups(_engine_ranks(job))))
     sections = {name: value for name, value in job if isinstance(value, BaseModel)}
     absolute = job.model_copy(update={name: _absolute(section) for name, section in sections.items()})
     return derive(_generation_alone(_layout(_hooks(absolute))))
@@ -173,10 +177,36 @@ def _colocated(job: Job) -> Job:
     }
     if "rollout_num_gpus" not in placement.model_fields_set:
         update["rollout_num_gpus"] = placement.actor_num_gpus_per_node
-    if "update_weight_transport" not in publish.model_fields_set:
+    if publish.update_weight_transport == "auto":
         transport = "ipc" if placement.actor_num_nodes == 1 else "disk"
         publish = publish.model_copy(update={"update_weight_transport": transport})
     return job.model_copy(update={"placement": placement.model_copy(update=update), "publish": publish})
+
+
+def _with_transport(job: Job) -> Job:
+    """Decides what update_weight_transport auto is, by what the job says and by what stays the same on a machine."""
+    publish, placement = job.publish, job.placement
+    if publish.update_weight_transport != "auto":
+        return job
+    starts_all_here = (
+        job.services.rollout_address is None
+        and placement.rollout_placement == "local"
+        and placement.actor_num_nodes == 1
+        and not placement.rollout_external_engine_addrs
+    )
+    needs_other = publish.update_weight_delta or publish.update_weight_rollback == "host"
+    # From GPU to GPU a broadcast is direct, and files in memory would go through the host.
+    if starts_all_here and not num_gpus() and not needs_other and _memory_holds(job.model.hf_checkpoint):
+        transport = "ipc"
+    else:
+        transport = "disk" if any(shape.pp_size > 1 for shape in engine_shapes(job)) else "collective"
+    return job.model_copy(update={"publish": publish.model_copy(update={"update_weight_transport": transport})})
+
+
+def _memory_holds(hf_checkpoint: Path) -> bool:
+    """Two versions fit, and again as much; each may have twice the bytes of the checkpoint's files."""
+    num_bytes = sum(file.stat().st_size for file in hf_checkpoint.glob("*.safetensors") if file.is_file())
+    return 0 < 8 * num_bytes <= (shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0)
 
 
 def _generation_alone(job: Job) -> Job:

@@ -55,6 +55,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("rollout_address", "rollout_service"),
     ("colocate", "offload_train offload_rollout"),
     ("update_weight_transport=disk or update_weight_transport=adapter", "update_weight_disk_path"),
+    ("update_weight_transport=collective or update_weight_transport=disk", "update_weight_delta"),
     ("keep_best", "keep_best_metric"),
     ("custom_rm_path", "group_rm"),
     ("reward_parts", "reward_combine reward_clip"),
@@ -150,6 +151,12 @@ _EXCLUDES: Sequence[tuple[str, str, str]] = (
     ),
     ("rollout_placement=ray", "rollout_external_engine_addrs", "those engines are started elsewhere"),
     ("rollout_placement=slurm", "rollout_external_engine_addrs", "those engines are started elsewhere"),
+    ("colocate", "update_weight_delta", "engines give up their memory, and with it the weights that it changes"),
+    (
+        "rollout_external_engine_addrs",
+        "update_weight_delta",
+        "only engines that are started here are known to have the plugin that reads it",
+    ),
     ("rollout_external_engine_addrs", "debug_rollout_only", "nothing would give them hf_checkpoint's weights"),
     (
         "rollout_external_engine_addrs",

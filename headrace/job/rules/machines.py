@@ -111,7 +111,7 @@ def check_transport(job: Job) -> None:
     """Raises ConfigError for a transport of weights that does not lead from the trainer to the engines."""
     publish = job.publish
     transport = publish.update_weight_transport
-    if transport == "collective":
+    if publish.is_broadcast:
         return
     if publish.update_weight_rollback == "host":
         raise ConfigError(

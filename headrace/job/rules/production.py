@@ -9,7 +9,7 @@ import os
 from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.engine_shape import engine_shapes
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron import megatron
 from headrace.job.names import PLACED_BY_US, SGLANG, SLIME, reason_of_each
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
@@ -114,8 +114,8 @@ def _check_argument(name: str, value: object, where: str = "") -> None:
 def _refused_argument(name: str, value: object) -> str | None:
     if name in SGLANG["ours"]:
         return f"cannot be given: {SGLANG['ours'][name]}"
-    if name in PLACED_BY_US or name.startswith("disaggregation_"):
-        default, why = PLACED_BY_US.get(name, (None, PLACED_BY_US["disaggregation_mode"][1]))
+    if name in PLACED_BY_US:
+        default, why = PLACED_BY_US[name]
         # The word `null` is read as None.
         if value is not None and not (type(value) is type(default) and value == default):
             return f"{value} cannot be given: leave it out, because {why}"
@@ -194,6 +194,10 @@ def _engine_groups(job: Job) -> None:
         if names.count(group.name) > 1:
             raise ConfigError(f"two engine groups are called {group.name}: rename one")
         _check_group(group)
+    if placement.divides_requests:
+        _divided_requests(job)
+    elif idle := [name for name in job.sglang if name.startswith("disaggregation_")]:
+        raise ConfigError(f"--sglang-{idle[0].replace('_', '-')} has no effect without prefill and decode groups")
     gpus = sum(group.count * group.size for group in groups)
     if groups and gpus != placement.rollout_num_gpus:
         parts = " + ".join(f"{group.name} {group.count * group.size}" for group in groups)
@@ -221,13 +225,44 @@ def _engine_shapes(job: Job) -> None:
                 "SGLang opens the same ports for each of them. Pass --rollout-placement slurm or ray, or leave "
                 "--sglang-nnodes out"
             )
-        is_sent = job.publish.update_weight_transport == "collective" and not job.debug.debug_rollout_only
+        is_sent = job.publish.is_broadcast and not job.debug.debug_rollout_only
         if shape.pp_size > 1 and is_sent:
             raise ConfigError(
                 f"--sglang-pp-size {shape.pp_size} with update_weight_transport collective: SGLang gives the same rank "
                 "to all stages of an engine, and they could not join the group of weights. Pass "
                 "--update-weight-transport disk, or make all GPUs of an engine tensor ranks"
             )
+
+
+def _divided_requests(job: Job) -> None:
+    """What prefill and decode engines need, and what they cannot do."""
+    groups = job.placement.engine_groups
+    kinds = {group.worker_type for group in groups}
+    if kinds != {"prefill", "decode"}:
+        raise ConfigError(
+            f"engine groups of worker_type {' and '.join(sorted(kinds))}: each request needs a prefill and a decode "
+            "engine, and the router knows no others beside them: have groups of these two kinds alone"
+        )
+    if any(shape.nodes > 1 for shape in engine_shapes(job)):
+        raise ConfigError(
+            "prefill and decode engines on several machines each were never tried: choose a num_gpus_per_engine of one "
+            "machine"
+        )
+    mode, publishes = job.publish.update_weight_pause_mode, not job.debug.debug_rollout_only
+    if publishes and mode != "abort":
+        raise ConfigError(
+            f"update_weight_pause_mode {mode} with prefill and decode groups: SGLang would say of a response's first "
+            "token that it has the new weights, when the old ones made it: pass --update-weight-pause-mode abort"
+        )
+    for name, is_on in (
+        ("colocate", job.placement.colocate),
+        ("update_weight_transport adapter", job.publish.update_weight_transport == "adapter"),
+        ("use_rollout_routing_replay", job.train.use_rollout_routing_replay),
+        ("keep_sampling_mask", job.train.keep_sampling_mask),
+        ("multimodal_keys", bool(job.data.multimodal_keys)),
+    ):
+        if is_on:
+            raise ConfigError(f"{name} with prefill and decode groups was never tried: leave one of them out")
 
 
 def _check_group(group: EngineGroup) -> None:
@@ -251,6 +286,10 @@ def check_engine_machines(job: Job, scope: Scope) -> None:
         scope.missing(
             f"engine groups of {' and '.join(map(str, sizes))} GPUs per engine need GPUs, and this machine has "
             "none: give all groups the same num_gpus_per_engine"
+        )
+    if not num_gpus() and _are_here(job) and (parts := max(shape.dp_size for shape in engine_shapes(job))) > 1:
+        scope.missing(
+            f"--sglang-dp-size {parts}: SGLang divides attention only on GPUs, and this machine has none: leave it out"
         )
     if placement.rollout_placement == "slurm" and "SLURM_JOB_NODELIST" not in os.environ:
         scope.missing(

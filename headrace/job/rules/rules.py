@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from headrace.devices import cpu_has_bfloat16, num_gpus
 from headrace.errors import ConfigError
 from headrace.job.algorithms import ALGORITHMS
-from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
+from headrace.job.megatron import OPTIMIZER_ON_GPU, megatron
 from headrace.job.model import check_adapters, check_layout, check_served_adapters, contradictions, virtual_stages
 from headrace.job.rules.combinations import check_combinations
 from headrace.job.rules.files import check_files, check_folders, check_passwords, check_remote_code
@@ -104,6 +104,9 @@ def known_architecture(job: Job) -> Architecture | None:
     if (job.model.hf_checkpoint / "config.json").is_file():
         return read_architecture(job.model.hf_checkpoint)
     return None if job.model.model is None else architecture(find(job.model.model).config)
+
+
+# Settings that are allowed and probably not intended: `headrace check` and `headrace train` warn and continue.
 
 
 def warnings(job: Job) -> list[str]:

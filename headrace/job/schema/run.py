@@ -49,10 +49,15 @@ class ModelSection(Section):
 
 
 class PublishSection(Section):
-    update_weight_transport: Literal["collective", "disk", "ipc", "adapter"] = "collective"
+    update_weight_transport: Literal["auto", "collective", "disk", "ipc", "adapter"] = "auto"
     """How weights reach the engines: broadcast in a collective group, through files in update_weight_disk_path, or, on
     one machine, through its shared memory (ipc). That holds two versions. With LoRA `adapter` sends the adapters alone,
-    through files: engines load them beside those in use, and none stands still."""
+    through files: engines load them beside those in use, and none stands still. `auto` is ipc for a run that starts its
+    services and engines on this machine without GPUs, else collective, or disk for engines that cannot join a group."""
+    update_weight_delta: bool = False
+    """With transports collective and disk: send only the values that changed since the version that engines have,
+    bit by bit. Senders keep a copy of the served weights in host memory. Where much changed, as in float32, all are
+    sent."""
     update_weight_disk_path: Path | None = None
     """With transports disk and adapter: folder of the versions. Several runs may use one. Trainer, rollout service and
     engines must see it at this path on their machines; absent: weights/ in the run's folder. It holds two versions of
@@ -71,6 +76,11 @@ class PublishSection(Section):
     case."""
     update_weights_interval: Positive = 1
     """Rollout steps between publications."""
+
+    @property
+    def is_broadcast(self) -> bool:
+        """`auto` is decided when a job is loaded; a job that was made otherwise has not said that it wants files."""
+        return self.update_weight_transport in ("auto", "collective")
 
 
 class CheckpointSection(Section):

@@ -13,6 +13,7 @@ from headrace.limits import (
     MAX_BUCKETS,
     MAX_COLUMN_BYTES,
     MAX_COLUMN_RANK,
+    MAX_DELTAS,
     MAX_ENGINES,
     MAX_PUBLISH_GROUPS,
     MAX_PUBLISH_SECONDS,
@@ -27,7 +28,7 @@ from headrace.limits import (
     shown,
 )
 from headrace.publication import ITEM_BYTES, TensorSpec
-from services.rollout.publication.state import GroupPlan, Plan
+from services.rollout.publication.state import Delta, GroupPlan, Plan
 
 _PAUSE_MODES: Mapping[int, str] = {
     pb.PAUSE_MODE_UNSPECIFIED: "in_place",
@@ -51,6 +52,7 @@ def plan_from_proto(request: pb.BeginPublishRequest) -> Plan:
     if request.pause_mode not in _PAUSE_MODES:
         raise InvalidArgument(f"pause_mode {request.pause_mode} is not known", field="pause_mode")
     folder = _folder(request)
+    is_broadcast_whole = folder is None and not request.HasField("delta")
     require_counter(request.manifest.total_bytes, "manifest.total_bytes")
     require_at_most(len(request.engine_ids), MAX_ENGINES, "engine_ids")
     return Plan(
@@ -60,12 +62,23 @@ def plan_from_proto(request: pb.BeginPublishRequest) -> Plan:
         pause_mode=_PAUSE_MODES[request.pause_mode],
         backend=request.backend,
         deadline_seconds=require_finite(request.deadline_seconds, "deadline_seconds", most=MAX_PUBLISH_SECONDS),
-        buckets=_buckets(request.manifest.tensors, MAX_COLUMN_BYTES if folder is None else None),
+        buckets=_buckets(request.manifest.tensors, MAX_COLUMN_BYTES if is_broadcast_whole else None),
         groups=_groups(request.groups),
         engine_ids=_distinct([require_name(i, "engine_ids") for i in request.engine_ids], "engine_ids"),
         folder=folder,
         is_loaded=request.transport == pb.TRANSPORT_LOADED,
         is_adapter=request.transport == pb.TRANSPORT_ADAPTER,
+        delta=_delta(request.delta) if request.HasField("delta") else None,
+    )
+
+
+def _delta(delta: pb.Delta) -> Delta:
+    require_at_most(len(delta.bucket_bytes), MAX_BUCKETS, "delta.bucket_bytes")
+    require_at_most(len(delta.base_paths), MAX_DELTAS, "delta.base_paths")
+    return Delta(
+        base_digest=require_name(delta.base_digest, "delta.base_digest") if delta.base_digest else "",
+        bucket_bytes=[require_between(n, 1, MAX_COLUMN_BYTES, "delta.bucket_bytes") for n in delta.bucket_bytes],
+        base_folders=[_absolute(path, "delta.base_paths") for path in delta.base_paths],
     )
 
 
@@ -75,9 +88,13 @@ def _folder(request: pb.BeginPublishRequest) -> Path | None:
             named = ", ".join(map(pb.Transport.Name, _THROUGH_FILES))
             raise InvalidArgument(f"disk_path is for {named} only", field="disk_path")
         return None
-    folder = Path(require_path(request.disk_path, "disk_path"))
+    return _absolute(request.disk_path, "disk_path")
+
+
+def _absolute(path: str, field: str) -> Path:
+    folder = Path(require_path(path, field))
     if not folder.is_absolute():
-        raise InvalidArgument(f"disk_path {shown(request.disk_path)} is not absolute", field="disk_path")
+        raise InvalidArgument(f"{field} {shown(path)} is not absolute", field=field)
     return folder
 
 

@@ -14,7 +14,15 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.errors import Aborted, ChecksumMismatch, FailedPrecondition, HeadraceError, NotFound, Unavailable
+from headrace.errors import (
+    Aborted,
+    BaseGone,
+    ChecksumMismatch,
+    FailedPrecondition,
+    HeadraceError,
+    NotFound,
+    Unavailable,
+)
 from headrace.publication import Probe
 from headrace.rpc.log import log
 from services.rollout.engine.client import EngineClient
@@ -176,10 +184,20 @@ async def prepare(publication: Publication, transport: Inbound, activity: Activi
 # dtype).
 
 
-async def ask(probe: Probe, engine: EngineClient, policy_version: int, *, seconds: float, adapter: str = "") -> None:
-    """Raises ChecksumMismatch with both sides' numbers when the engine disagrees."""
-    key = f"probe-{policy_version}"
-    theirs = await engine.score(probe.tokens, cache_key=key, seconds=seconds, adapter=adapter)
+async def ask(probe: Probe, engine: Engine, policy_version: int, *, seconds: float, adapter: str = "") -> None:
+    """Raises ChecksumMismatch with both sides' numbers when the engine disagrees.
+
+    A decode engine computes no prompt, so it is not asked: it runs SGLang's code of the same model on the same bytes.
+    """
+    if engine.worker_type == "decode":
+        return
+    theirs = await engine.client.score(
+        probe.tokens,
+        cache_key=f"probe-{policy_version}",
+        seconds=seconds,
+        adapter=adapter,
+        is_prefill=engine.worker_type == "prefill",
+    )
     difference = sum(abs(a - b) for a, b in zip(probe.log_probs, theirs, strict=True)) / len(theirs)
     if not difference <= probe.max_mean_difference:  # NaN disagrees too
         raise ChecksumMismatch(
@@ -204,9 +222,11 @@ class Receiver:
         self.fence = EpochFence()
         self._publications: dict[str, Publication] = {}
         self._collective = CollectiveInbound()
-        self._disk = DiskInbound(weights_root)
+        self._disk = DiskInbound(weights_root, self.has_base)
         self.adapters = AdapterInbound(weights_root, fleet)
         self._loaded = NoTransfer()
+        self._served_digests: frozenset[str] = frozenset()
+        """Of the weights that were committed last: engines of different shapes print different ones."""
 
     @property
     def open_id(self) -> str:
@@ -222,7 +242,7 @@ class Receiver:
         await self._make_room(plan)
         if plan.publication_id in self._publications:
             return self._publications[plan.publication_id].members
-        engines = self._engines_for(plan)
+        engines = self._with_base(plan, self._engines_for(plan))
         transport = self._transport(plan)
         transport.require_usable(plan, engines)
         members = Members(
@@ -298,6 +318,19 @@ class Receiver:
         if missing := set(plan.engine_ids) - {engine.engine_id for engine in waiting}:
             raise FailedPrecondition(f"{sorted(missing)} do not wait for weights: GetFleet lists the engines that do")
         return waiting
+
+    def _with_base(self, plan: Plan, engines: list[Engine]) -> list[Engine]:
+        """Leaves out those that a broadcast delta is of no use to. Raises BaseGone when they are more than half."""
+        if plan.delta is None or plan.folder is not None:
+            return engines
+        able = [engine for engine in engines if self.has_base(plan, engine)]
+        if 2 * len(able) < len(engines):
+            raise BaseGone(f"{len(able)} of {len(engines)} engines have {plan.delta.base_digest[:16]}: send the whole")
+        return able
+
+    def has_base(self, plan: Plan, engine: Engine) -> bool:
+        """True for an engine to which the plan's delta can be added."""
+        return plan.delta is not None and {plan.delta.base_digest, engine.weights_digest} <= self._served_digests
 
     async def _make_room(self, plan: Plan) -> None:
         """Waits until other publications are over and cleaned up. Raises FailedPrecondition."""
@@ -399,7 +432,7 @@ class Receiver:
         if probe:
             adapter = self.adapters.name_of(state.plan) if state.plan.is_adapter else ""
             await participants.each(
-                lambda engine: ask(probe, engine.client, version, seconds=publication.seconds_left(), adapter=adapter)
+                lambda engine: ask(probe, engine, version, seconds=publication.seconds_left(), adapter=adapter)
             )
         await self._transport(state.plan).finish(publication)
         await participants.each(_still_there)
@@ -416,6 +449,8 @@ class Receiver:
                 await self._fleet.serve(engine, version)
         log.info("published", policy_version=version, paused_seconds=round(paused_seconds, 3), lost=state.lost)
         served = tuple(state.remaining)
+        before = self._served_digests if state.plan.engine_ids else frozenset()
+        self._served_digests = before | {digests[engine_id] for engine_id in served}
         busy_share = None if state.plan.engine_ids else self._fleet.activity.lap()
         return CommitResult(served, digests[served[0]], tuple(sorted(state.lost)), paused_seconds, busy_share)
 

@@ -29,6 +29,18 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """What comes are changes of a base that engines have."""
+
+    base_digest: str
+    """What was answered when the base was committed; empty: no engine has it."""
+    bucket_bytes: Sequence[int] = ()
+    """Of each bucket that is broadcast."""
+    base_folders: Sequence[Path] = ()
+    """The base as folders, for engines without it, in the order in which they are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A publication's plan, from BeginPublish. Raises InvalidArgument when its parts contradict each other."""
 
@@ -48,6 +60,8 @@ class Plan:
     """Engines have loaded the weights themselves: nothing travels."""
     is_adapter: bool = False
     """The folder has an adapter, which engines load beside what they serve."""
+    delta: Delta | None = None
+    """None: what comes is whole."""
 
     def __post_init__(self) -> None:
         if not self.publication_id:
@@ -57,6 +71,8 @@ class Plan:
                 f"deadline_seconds is {self.deadline_seconds:g}, must be above 0", field="deadline_seconds"
             )
         sent = sorted(bucket for group in self.groups for bucket in group.buckets)
+        if self.delta is not None:
+            self._check_delta(self.delta)
         if self.folder is not None:
             if self.groups or list(self.buckets) != [0]:
                 raise InvalidArgument(
@@ -76,6 +92,18 @@ class Plan:
                 f"groups send buckets {_some(sent)}, the manifest has {_some(self.buckets)}: each one exactly once",
                 field="groups",
             )
+
+    def _check_delta(self, delta: Delta) -> None:
+        if self.is_loaded or self.is_adapter:
+            raise InvalidArgument("a delta is broadcast or lies in a folder", field="delta")
+        if self.folder is None and (self.engine_ids or len(delta.bucket_bytes) != len(self.buckets)):
+            raise InvalidArgument(
+                f"a delta of {len(delta.bucket_bytes)} buckets for {len(self.buckets)} in the manifest and "
+                f"{len(self.engine_ids)} engines alone: each bucket has its bytes, and single engines get the whole",
+                field="delta.bucket_bytes",
+            )
+        if self.folder is not None and not delta.base_folders:
+            raise InvalidArgument("a delta in a folder without its base", field="delta.base_paths")
 
     @property
     def leaves_served(self) -> bool:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from headrace.delta import PREFIX
 from headrace.errors import DeadlineExceeded, FailedPrecondition, GroupGone, HeadraceError, InvalidArgument
 from headrace.models.folders import is_whole
+from headrace.publication import TensorSpec
 from headrace.rpc.log import log
 from services.rollout.engine.api import GroupJoin
 from services.rollout.engine.arguments import MOST_ADAPTERS
@@ -87,7 +89,11 @@ class CollectiveInbound(Inbound):
         publication.in_session.add(engine.engine_id)
 
     async def receive(self, publication: Publication, bucket: int) -> None:
-        group, tensors = publication.plan.group_of(bucket), publication.plan.buckets[bucket]
+        plan = publication.plan
+        group, tensors = plan.group_of(bucket), plan.buckets[bucket]
+        if plan.delta is not None:
+            num_bytes = plan.delta.bucket_bytes[sorted(plan.buckets).index(bucket)]
+            tensors = [TensorSpec(f"{PREFIX}{bucket}", (num_bytes,), "uint8")]
         await publication.participants.gather_collective(
             lambda e: e.client.receive_bucket(group.name, tensors, seconds=publication.seconds_left())
         )
@@ -156,15 +162,19 @@ class DiskInbound(Inbound):
     An engine opens and closes its own session while it loads, and the folder is the trainer's to delete.
     """
 
-    def __init__(self, root: Path | None) -> None:
+    def __init__(
+        self, root: Path | None, has_base: Callable[[Plan, Engine], bool] = lambda plan, engine: False
+    ) -> None:
+        """`has_base`: the engine needs nothing but the plan's delta."""
         self._root = root
+        self._has_base = has_base
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights-folder")
 
     async def ready(self, publication: Publication) -> None:
         """Raises FailedPrecondition unless the folder is below the root and whole. A disk may hang: it has a limit."""
-        folder, seconds = publication.plan.folder, publication.seconds_left()
-        assert folder is not None, "the receiver chose this transport for a plan without a folder"
-        looking = asyncio.get_running_loop().run_in_executor(self._reading, self._require_whole, folder)
+        folders, seconds = _folders(publication.plan), publication.seconds_left()
+        folder = folders[-1]
+        looking = asyncio.get_running_loop().run_in_executor(self._reading, self._require_all_whole, folders)
         try:
             await asyncio.wait_for(looking, seconds)
         except TimeoutError as error:
@@ -173,10 +183,16 @@ class DiskInbound(Inbound):
             ) from error
 
     async def receive(self, publication: Publication, bucket: int) -> None:
-        folder = publication.plan.folder
-        await publication.participants.gather_independent(
-            lambda e: e.client.load_folder(str(folder), seconds=publication.seconds_left())
-        )
+        async def load(engine: Engine) -> None:
+            folders = _folders(publication.plan)
+            for folder in folders[-1:] if self._has_base(publication.plan, engine) else folders:
+                await engine.client.load_folder(str(folder), seconds=publication.seconds_left())
+
+        await publication.participants.gather_independent(load)
+
+    def _require_all_whole(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
+            self._require_whole(folder)
 
     def _require_whole(self, folder: Path) -> None:
         resolved = self._below_root(folder)
@@ -197,6 +213,12 @@ class DiskInbound(Inbound):
                 field="disk_path",
             )
         return resolved
+
+
+def _folders(plan: Plan) -> Sequence[Path]:
+    """What an engine loads, in this order: a base if there is one, and the plan's own."""
+    assert plan.folder is not None, "the receiver chose this transport for a plan without a folder"
+    return (*(plan.delta.base_folders if plan.delta else ()), plan.folder)
 
 
 def _not_whole(folder: Path) -> FailedPrecondition:

@@ -132,7 +132,7 @@ class TrainerBuild:
         publish, form = self._job.publish, BlockFp8.of(self._job.model.hf_checkpoint)
         if publish.update_weight_transport == "adapter":
             return AdapterWriter(policy, layout, is_aborted, root=self.weights_root)
-        if publish.update_weight_transport != "collective":
+        if not publish.is_broadcast:
             return WeightWriter(
                 policy,
                 layout,

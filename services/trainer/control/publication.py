@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
-from headrace.errors import DeadlineExceeded, Fenced, GroupGone, HeadraceError, Unavailable
+from headrace.errors import BaseGone, DeadlineExceeded, Fenced, GroupGone, HeadraceError, Unavailable
 from headrace.job.schema.run import PublishSection
 from headrace.publication import Probe
 from headrace.rpc.log import log
@@ -244,7 +244,7 @@ class Publisher:
                 log.info("published", policy_version=state.step, engines=published.num_engines)
                 self._presence.took_part(published.replies)
                 self._served = version
-                if await self._transport.accept(published.attempt):
+                if await self._transport.accept(published.attempt, _digests(published)):
                     self._before = version
                 return _figures(published, len(self._services))
         raise AssertionError("unreachable: the last try returns or raises")
@@ -271,7 +271,7 @@ class Publisher:
             self._presence.rejoined(published.replies)
             self._presence.could_not_rejoin(engine_ids.keys() - published.replies.keys())
             log.info("engines_rejoined", policy_version=state.step, engines=_engines(published))
-            await self._transport.rejoined(list(published.replies))
+            await self._transport.rejoined(_digests(published))
 
     async def _present(self) -> EngineIds:
         return dict.fromkeys(await self._presence.present(self._seconds), ())
@@ -331,6 +331,8 @@ class Publisher:
             )
 
         begun = await recipients.each(begin)
+        if gone := next((error for error in recipients.left.values() if isinstance(error, BaseGone)), None):
+            raise gone  # all are sent the whole
         checksums = await self._transport.deliver(attempt, recipients, begun)
         complete = set(recipients.remaining)
         replies = await recipients.each(commit, is_slow_alike=False)
@@ -351,6 +353,7 @@ class Publisher:
             transport=offer.transport,
             deadline_seconds=self._seconds,
             disk_path=offer.disk_path,
+            delta=offer.deltas.get(number),
             epoch=attempt.epoch,
             engine_ids=engine_ids,
         )
@@ -391,6 +394,10 @@ class Publisher:
 
 def _engines(published: _Published) -> list[str]:
     return [engine_id for reply in published.replies.values() for engine_id in reply.engine_ids]
+
+
+def _digests(published: _Published) -> dict[int, str]:
+    return {number: reply.weights_digest for number, reply in published.replies.items()}
 
 
 def _figures(published: _Published, num_services: int) -> dict[str, float]:

@@ -21,6 +21,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -30,12 +31,14 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
+from headrace.delta import PREFIX, Change, pack
 from headrace.errors import HeadraceError, InvalidArgument, PublicationAborted
 from headrace.models.folders import BlockFp8
 from headrace.publication import TensorSpec
 from headrace.rpc.log import log
 from services.trainer.collective_io import CollectiveIO
-from services.trainer.durable import make_folder, put_in_place, remove
+from services.trainer.durable import make_folder, put_in_place, remove, sync_files
+from services.trainer.hugging_face.hf_folder import INDEX
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import (
@@ -89,6 +92,21 @@ class Sent(_Result, frozen=True):
     """Rollout services that could not be sent all of it while others could, and why"""
 
 
+class Compared(_Result, frozen=True):
+    """What changed of one stage's weights since those that it kept, ready to be sent."""
+
+    stage: int
+    whole_bytes: int
+    delta_bytes: int | None
+    """None where the whole is to be sent."""
+    checksums: dict[str, str]
+    """What engines must hold after it."""
+
+
+SMALLER = 0.5
+"""A delta that is not smaller than this share of the whole is not worth it."""
+
+
 def part_of(publication_id: str, service: int) -> str:
     """The name under which a publication is given up for one of its rollout services alone."""
     return f"{publication_id}/{service}"
@@ -118,6 +136,13 @@ class Sender:
         whole = bucket_bytes is None
         self._buckets = [specs] if whole else split_into_buckets(specs, filling_bytes(specs, bucket_bytes or 0))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
+        self._device = layout.device
+        self._kept = RollbackCopy(layout.device)
+        self._changes: list[Change] = []
+        self._delta: bytes | None = None
+        self._compared: dict[str, str] = {}
+        """The checksums with the delta."""
+        self._sent_delta = False
 
     def describe(self) -> StageWeights | None:
         """This stage's weights, the same at every publication; None on ranks that send nothing."""
@@ -140,7 +165,54 @@ class Sender:
         return None
 
     def keep(self) -> None:
-        """Collective: copies the current weights into this sender's host memory, to send them again."""
+        """Collective: copies the current weights into this sender's host memory, or what changed if that was sent."""
+        if self._sent_delta:
+            self._kept.change(self._changes)
+        else:
+            tensors = self._tensors()
+            if self._is_sender:
+                self._kept.keep(tensors)
+            for _ in tensors:
+                pass
+        self._forget_delta()
+
+    def compare(self) -> Compared | None:
+        """Collective: finds what changed since the weights that were kept; None on ranks that send nothing."""
+        self._forget_delta()
+        hashing, tensors = Hashing(self._thread), self._tensors()
+        whole_bytes = delta_bytes = 0
+        if self._is_sender and not self._kept.is_empty:
+            with suppress(HeadraceError):  # weights that cannot be sent: the whole's sending says so
+                for name, tensor in tensors:
+                    whole_bytes += tensor.nbytes
+                    if self._hashes:
+                        hashing.add([(name, tensor)])
+                    self._changes.append(change := self._kept.changed(name, tensor))
+                    delta_bytes += change.positions.size + change.bits.nbytes
+                    if delta_bytes > SMALLER * self._whole_bytes:
+                        break
+                else:
+                    self._delta, self._compared = pack(self._changes), hashing.result()
+        with suppress(HeadraceError):
+            for _ in tensors:
+                pass
+        if self._delta is None:
+            self._changes = []
+        if not self._is_sender:
+            return None
+        size = None if self._delta is None else len(self._delta)
+        return Compared(self._stage, self._whole_bytes, size, self._compared)
+
+    def send_delta(self, publication_id: str, world_sizes: Mapping[int, int]) -> Sent | None:
+        """Collective: sends what was compared last, as `send` would send all."""
+        raise NotImplementedError
+
+    @property
+    def _whole_bytes(self) -> int:
+        return sum(spec.num_bytes for bucket in self._buckets for spec in bucket)
+
+    def _forget_delta(self) -> None:
+        self._changes, self._delta, self._compared, self._sent_delta = [], None, {}, False
 
     @abstractmethod
     def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
@@ -178,7 +250,6 @@ class WeightSender(Sender):
         self._backend = "nccl" if layout.device.type == "cuda" else "gloo"
         self._timeout_seconds = timeout_seconds
         self._flat_buckets = FlatBuckets(layout.device)
-        self._kept = RollbackCopy(layout.device)
         self._groups: dict[int, WeightGroup] = {}
         """The broadcast groups by rollout service."""
 
@@ -204,15 +275,9 @@ class WeightSender(Sender):
             return None
         return Sent(self._stage, {} if failure else checksums.result(), failure)
 
-    def keep(self) -> None:
-        tensors = self._tensors()
-        if self._is_sender:
-            self._kept.keep(tensors)
-        for _ in tensors:
-            pass
-
     def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
         """Joins if need be and broadcasts every bucket."""
+        self._sent_delta = False
         hashing = Hashing(self._thread)
         failure: HeadraceError | None = None
         broadcasts = self._broadcasts(publication_id, world_sizes)
@@ -231,6 +296,20 @@ class WeightSender(Sender):
         if failure:
             return Sent(self._stage, {}, failure.message)
         return Sent(self._stage, hashing.result(), left=broadcasts.left)
+
+    def send_delta(self, publication_id: str, world_sizes: Mapping[int, int]) -> Sent | None:
+        self._sent_delta = True
+        if not self._is_sender:
+            return None
+        assert self._delta is not None, "rank 0 asks for what was compared"
+        broadcasts = self._broadcasts(publication_id, world_sizes)
+        try:
+            broadcasts.start(torch.frombuffer(bytearray(self._delta), dtype=torch.uint8).to(self._device))
+            broadcasts.finish()
+        except (HeadraceError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
+            log.warning("sending_failed", publication_id=publication_id, error=str(error))
+            return Sent(self._stage, {}, error.message if isinstance(error, HeadraceError) else str(error))
+        return Sent(self._stage, self._compared, left=broadcasts.left)
 
     def drop(self, services: Collection[int]) -> None:
         """Tears this stage's groups of the services down; the next publication opens others."""
@@ -281,6 +360,7 @@ class WeightWriter(Sender):
     ) -> None:
         """`leaves`: weights leave their device once written."""
         super().__init__(policy, layout, is_aborted, bucket_bytes=None, form=form, hashes=hashes)
+        self._layout = layout
         self._root = root
         self._file_bytes = file_bytes
         self._memory = memory
@@ -293,6 +373,7 @@ class WeightWriter(Sender):
         if kept:
             assert publication_id == self._written_id, "only what was written last is hashed"
             return Sent(self._stage, self._hashing.result()) if self._is_sender else None
+        self._sent_delta = False
         started = time.monotonic()
         try:
             num_bytes = self._write(publication_id)
@@ -304,6 +385,29 @@ class WeightWriter(Sender):
         seconds = round(time.monotonic() - started, 3)
         log.info("weights_written", publication_id=publication_id, num_bytes=num_bytes, seconds=seconds)
         return Sent(self._stage, {} if self._says_later else self._hashing.result())
+
+    def send_delta(self, publication_id: str, world_sizes: Mapping[int, int]) -> Sent | None:
+        """Writes a folder as engines load them, in which each stage's delta is a tensor."""
+        self._sent_delta = True
+        name = "model.safetensors" if self._layout.pp_size == 1 else f"model-{self._stage}.safetensors"
+
+        def write(draft: Path) -> None:
+            assert self._delta is not None, "rank 0 asks for what was compared"
+            part = {f"{PREFIX}{self._stage}": torch.frombuffer(bytearray(self._delta), dtype=torch.uint8)}
+            (draft / name).write_bytes(save(part, {"format": "pt"}))
+
+        def finish(draft: Path) -> None:
+            (draft / "config.json").write_text("{}")
+            if self._layout.pp_size > 1:
+                files = {f"{PREFIX}{n}": f"model-{n}.safetensors" for n in range(self._layout.pp_size)}
+                (draft / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+        try:
+            write_folder(self._layout, self._root / publication_id, write if self._is_sender else None, finish)
+        except HeadraceError as error:
+            log.warning("writing_weights_failed", publication_id=publication_id, error=error.message)
+            return Sent(self._stage, {}, error.message) if self._is_sender else None
+        return Sent(self._stage, self._compared) if self._is_sender else None
 
     def _write(self, publication_id: str) -> int:
         """Returns this sender's bytes, once its folder is whole; their hashing may go on."""
@@ -338,18 +442,17 @@ class AdapterWriter(Sender):
 
     def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
         """Writes the publication's folder, and says the SHA-256 of its files."""
-        folder = self._root / publication_id
-        draft = folder.parent / f".{folder.name}.draft"
-        work = CollectiveIO(_get_default_group(), self._layout.device, InvalidArgument)
         checksums: dict[str, str] = {}
-        is_first = self._layout.rank == 0
         matrices = self._adapters.wholes(self._layout) if self._layout.dp_rank == 0 else {}
+
+        def write(draft: Path) -> None:
+            checksums.update([self._write(draft, matrices)])
+
+        def finish(draft: Path) -> None:
+            (draft / "adapter_config.json").write_text(json.dumps(self._adapters.served))
+
         try:
-            work.do(lambda: _begin(draft) if is_first else None)
-            if self._is_sender:
-                work.attempt(lambda: checksums.update([self._write(draft, matrices)]))
-            work.agree()
-            work.do(lambda: self._finish(draft, folder) if is_first else None)
+            write_folder(self._layout, self._root / publication_id, write if self._is_sender else None, finish)
         except HeadraceError as error:
             log.warning("writing_adapters_failed", publication_id=publication_id, error=error.message)
             return Sent(self._stage, {}, error.message) if self._is_sender else None
@@ -362,9 +465,25 @@ class AdapterWriter(Sender):
         (draft / name).write_bytes(content)
         return name, hashlib.sha256(content).hexdigest()
 
-    def _finish(self, draft: Path, folder: Path) -> None:
-        (draft / "adapter_config.json").write_text(json.dumps(self._adapters.served))
-        put_in_place(draft, folder)
+
+def write_folder(
+    layout: Layout, folder: Path, write: Callable[[Path], None] | None, finish: Callable[[Path], None]
+) -> None:
+    """Collective: `write` puts a sender's files into a draft, `finish` on rank 0 the rest. All ranks raise alike."""
+    draft = folder.parent / f".{folder.name}.draft"
+    work = CollectiveIO(_get_default_group(), layout.device, InvalidArgument)
+    is_first = layout.rank == 0
+    work.do(lambda: _begin(draft) if is_first else None)
+    if write is not None:
+        work.attempt(lambda: write(draft))
+    work.agree()
+    work.do(lambda: finish(draft) if is_first else None)
+    work.do(lambda: _publish(draft, folder) if is_first else None)
+
+
+def _publish(draft: Path, folder: Path) -> None:
+    sync_files(draft)
+    put_in_place(draft, folder)
 
 
 def _begin(draft: Path) -> None:

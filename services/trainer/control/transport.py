@@ -26,15 +26,16 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded, DiskFull, Fenced, HeadraceError, PublicationAborted
 from headrace.job.schema.run import PublishSection
+from headrace.limits import MAX_COLUMN_BYTES
 from headrace.rpc.log import log
 from services.trainer.control.ranks import RankGroup, results_of
-from services.trainer.control.senders import Sent, StageGroup, StageWeights, part_of
+from services.trainer.control.senders import SMALLER, Sent, StageGroup, StageWeights, part_of
 from services.trainer.control.worker import RankWorker
 from services.trainer.durable import append_rows, remove
 from services.trainer.loop import Devices
@@ -190,6 +191,11 @@ class Offer:
     manifest: pb.Manifest
     groups: Mapping[int, Sequence[pb.PublishGroup]] = field(default_factory=dict)
     disk_path: str = ""
+    deltas: Mapping[int, pb.Delta] = field(default_factory=dict)
+
+
+Digests = Mapping[int, str]
+"""What rollout services answered about the weights that they committed."""
 
 
 class Transport(Protocol):
@@ -206,11 +212,11 @@ class Transport(Protocol):
     ) -> Mapping[str, str]:
         """Returns the checksums that engines must have, once all weights are with those of the remaining recipients."""
 
-    async def accept(self, attempt: Attempt) -> bool:
+    async def accept(self, attempt: Attempt, digests: Digests) -> bool:
         """Called when all engines serve it. True when it can be published again as the version served BEFORE."""
 
-    async def rejoined(self, services: Collection[int]) -> None:
-        """Called when engines of these serve it as others do; the groups of `services` are not used again."""
+    async def rejoined(self, digests: Digests) -> None:
+        """Called when engines of these serve it as others do; the services' groups are not used again."""
 
     async def leave(self, services: Collection[int]) -> None:
         """Called when a try failed for these alone."""
@@ -220,6 +226,65 @@ class Transport(Protocol):
 
         True when it goes another way.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A delta that senders hold ready."""
+
+    bucket_bytes: Sequence[int]
+    """By stage."""
+    whole_bytes: int
+    checksums: Mapping[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.bucket_bytes)
+
+
+class Changes:
+    """What to send instead of the whole, where the run wants that and all rollout services have its base."""
+
+    def __init__(self, ranks: RankGroup, *, seconds: float, is_wanted: bool) -> None:
+        self._ranks = ranks
+        self._seconds = seconds
+        self._is_wanted = is_wanted
+        self._digests: Digests = {}
+        """Of the base."""
+
+    async def found(self, services: Collection[int]) -> Changed | None:
+        """None where the whole is sent, also because the delta would hardly be smaller."""
+        if not (self._is_wanted and all(self._digests.get(service) for service in services)):
+            return None
+        stages = sorted(await self._ranks.gather(self._seconds, RankWorker.compare_weights), key=lambda s: s.stage)
+        sizes = [stage.delta_bytes for stage in stages if stage.delta_bytes is not None]
+        whole = sum(stage.whole_bytes for stage in stages)
+        if len(sizes) < len(stages) or sum(sizes) > SMALLER * whole or max(sizes) > MAX_COLUMN_BYTES:
+            log.info("whole_is_sent", why="too much of it changed", whole_bytes=whole)
+            return None
+        log.info("delta_is_sent", delta_bytes=sum(sizes), whole_bytes=whole)
+        return Changed(sizes, whole, {name: value for stage in stages for name, value in stage.checksums.items()})
+
+    def deltas(self, services: Collection[int], *, to_base: bool = True, **fields: Any) -> dict[int, pb.Delta]:
+        """What each service is told. Without `to_base` no engine has what the delta changes."""
+        digests = self._digests if to_base else {}
+        return {service: pb.Delta(base_digest=digests.get(service, ""), **fields) for service in services}
+
+    async def accept(self, digests: Digests) -> None:
+        """The current weights are served, and the base of the next delta."""
+        if self._is_wanted:
+            self._digests = {}
+            await self._ranks.call(RankWorker.keep_weights)
+            self._digests = dict(digests)
+
+    def forget(self) -> None:
+        """No service is told to have the base until weights are accepted again."""
+        self._digests = {}
+
+    def rejoined(self, digests: Digests) -> None:
+        """These have the base, too."""
+        if self._digests:
+            self._digests = {**self._digests, **digests}
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +301,10 @@ async def send_weights(
     world_sizes: Mapping[int, int],
     *,
     kept: bool = False,
+    delta: bool = False,
     deadline_seconds: float,
 ) -> SentByAll:
-    """The checksums that engines must hold, once every stage has sent what it has, or what it `kept`.
+    """The checksums that engines must hold, once every stage has sent what it has, what it `kept`, or a `delta`.
 
     `world_sizes` are of the groups of each rollout service. Raises PublicationAborted when a stage could send to none
     of them, or not in time: the first failure stops all.
@@ -256,7 +322,10 @@ async def send_weights(
     deadline = asyncio.get_running_loop().call_later(
         deadline_seconds, fail, f"weights were not sent within {deadline_seconds:g} s"
     )
-    answers = ranks.ask(RankWorker.send_weights, publication_id, world_sizes, kept)
+    if delta:
+        answers = ranks.ask(RankWorker.send_delta, publication_id, world_sizes)
+    else:
+        answers = ranks.ask(RankWorker.send_weights, publication_id, world_sizes, kept)
     for answer in answers:
         answer.add_done_callback(hear)
     try:
@@ -276,6 +345,7 @@ def _checksums(sent: Sequence[Sent]) -> dict[str, str]:
     return {name: checksum for stage in sent for name, checksum in stage.checksums.items()}
 
 
+_MOST_DELTAS = 32
 _OF_CHECKPOINT = 0
 """The version of the weights in hf_checkpoint."""
 
@@ -287,11 +357,18 @@ class CollectiveTransport:
     and broadcast only if they differ.
     """
 
-    def __init__(self, ranks: RankGroup, *, seconds: float, keeps: bool, hashes: bool) -> None:
+    def __init__(
+        self, ranks: RankGroup, *, seconds: float, keeps: bool, hashes: bool, sends_deltas: bool = False
+    ) -> None:
         self._ranks = ranks
+        self._changes = Changes(ranks, seconds=seconds, is_wanted=sends_deltas)
+        self._changed: Changed | None = None
+        self._compared_for: Attempt | None = None
         self._seconds = seconds
-        self._keeps = keeps
+        self._keeps = keeps or sends_deltas
+        self._sends_deltas = sends_deltas
         self._made_plan: PublicationPlan | None = None
+        self._plan_of_deltas: PublicationPlan
         self._may_be_loaded = hashes
         self._loaded: dict[str, str] | None = None
 
@@ -302,11 +379,18 @@ class CollectiveTransport:
             self._loaded = _checksums(await self._ranks.gather(self._seconds, RankWorker.hash_weights))
             return Offer(pb.TRANSPORT_LOADED, plan.manifest)
         self._may_be_loaded = False
+        if self._compared_for is not attempt:
+            self._compared_for = attempt
+            self._changed = await self._changes.found(services) if attempt.source is Source.NEW else None
+        plan = await self._plan()
         groups = {
             service: plan.groups(await self._ranks.gather(self._seconds, RankWorker.open_group, service))
             for service in services
         }
-        return Offer(pb.TRANSPORT_COLLECTIVE, plan.manifest, groups)
+        if self._changed is None:
+            return Offer(pb.TRANSPORT_COLLECTIVE, plan.manifest, groups)
+        deltas = self._changes.deltas(services, bucket_bytes=self._changed.bucket_bytes)
+        return Offer(pb.TRANSPORT_COLLECTIVE, plan.manifest, groups, deltas=deltas)
 
     async def deliver(
         self, attempt: Attempt, recipients: Recipients, begun: Mapping[int, pb.BeginPublishResponse]
@@ -320,6 +404,7 @@ class CollectiveTransport:
                 attempt.publication_id,
                 {service: reply.world_size for service, reply in begun.items()},
                 kept=attempt.source is Source.BEFORE,
+                delta=self._changed is not None,
                 deadline_seconds=self._seconds,
             )
         )
@@ -342,25 +427,30 @@ class CollectiveTransport:
         recipients.require_any()
         return sent.checksums
 
-    async def accept(self, attempt: Attempt) -> bool:
+    async def accept(self, attempt: Attempt, digests: Digests) -> bool:
         self._may_be_loaded, self._loaded = False, None
-        if self._keeps:
+        await self._changes.accept(digests)
+        if self._keeps and not self._sends_deltas:
             await self._ranks.call(RankWorker.keep_weights)
         return self._keeps
 
-    async def rejoined(self, services: Collection[int]) -> None:
-        await self._ranks.call(RankWorker.drop_groups, list(services))  # the group of a few engines serves once
+    async def rejoined(self, digests: Digests) -> None:
+        self._changes.rejoined(digests)
+        await self._ranks.call(RankWorker.drop_groups, list(digests))  # the group of a few engines serves once
 
     async def leave(self, services: Collection[int]) -> None:
         await self._ranks.call(RankWorker.drop_groups, list(services))
 
     async def drop(self, services: Collection[int]) -> bool:
-        """True when engines had loaded other weights than the run begins with: they are broadcast then."""
-        had_loaded = self._loaded is not None
+        """True where all weights are broadcast next: engines had loaded others, or lack those that a delta changes."""
+        had_loaded, had_delta = self._loaded is not None, self._changed is not None
         self._may_be_loaded, self._loaded = False, None
+        if had_delta:
+            self._changed = None
+            self._changes.forget()
         if not had_loaded:
             await self._ranks.call(RankWorker.drop_groups, list(services))
-        return had_loaded
+        return had_loaded or had_delta
 
     async def _offer(self, publication_id: str, recipients: Recipients, num_buckets: int) -> None:
         """Asks engines to receive one bucket after the other; senders go on without a service that fails."""
@@ -375,8 +465,14 @@ class CollectiveTransport:
     async def _plan(self) -> PublicationPlan:
         """Made for the first publication: a large model has tens of thousands of tensors."""
         if self._made_plan is None:
-            self._made_plan = PublicationPlan.of(await self._ranks.gather(self._seconds, RankWorker.describe_weights))
-        return self._made_plan
+            stages = await self._ranks.gather(self._seconds, RankWorker.describe_weights)
+            self._made_plan = PublicationPlan.of(stages)
+            self._plan_of_deltas = PublicationPlan.of([_in_one_bucket(stage) for stage in stages])
+        return self._made_plan if self._changed is None else self._plan_of_deltas
+
+
+def _in_one_bucket(stage: StageWeights) -> StageWeights:
+    return StageWeights(stage.stage, [[spec for bucket in stage.buckets for spec in bucket]])
 
 
 _OWN = re.compile(r"\.?e(\d+)-v\d+-[0-9a-f]{8}(\.draft)?")
@@ -393,6 +489,10 @@ class Written:
     folder: Path
     policy_version: int
     checksums: Mapping[str, str] | None
+    base: Sequence[Path] = ()
+    """Of a delta: the folders that an engine loads before it, the first of them whole."""
+    base_bytes: int = 0
+    """Of the deltas among them, and of itself if it is one."""
 
 
 class DiskTransport:
@@ -411,9 +511,11 @@ class DiskTransport:
         seconds: float,
         kind: pb.Transport.ValueType = pb.TRANSPORT_DISK,
         written: Path | None = None,
+        sends_deltas: bool = False,
     ) -> None:
         """`written` is the file in which this run notes its versions; None where no other run writes below `root`."""
         self._ranks = ranks
+        self._changes = Changes(ranks, seconds=seconds, is_wanted=sends_deltas)
         self._root = root
         self._devices = devices
         self._seconds = seconds
@@ -433,8 +535,13 @@ class DiskTransport:
             stages = await self._ranks.gather(self._seconds, RankWorker.describe_weights)
             self._manifest = PublicationPlan.in_one_bucket(stages)
         self._epoch = attempt.epoch
-        self._offered = self._lies_there(attempt) or await self._write(attempt)
-        return Offer(self._kind, self._manifest, disk_path=str(self._offered.folder))
+        lies_there = self._lies_there(attempt)
+        self._offered = offered = lies_there or await self._write(attempt, services)
+        deltas: Mapping[int, pb.Delta] = {}
+        if offered.base:
+            base_paths = [str(folder) for folder in offered.base]
+            deltas = self._changes.deltas(services, base_paths=base_paths, to_base=lies_there is None)
+        return Offer(self._kind, self._manifest, disk_path=str(offered.folder), deltas=deltas)
 
     async def deliver(
         self, attempt: Attempt, recipients: Recipients, begun: Mapping[int, pb.BeginPublishResponse]
@@ -451,19 +558,26 @@ class DiskTransport:
         assert self._offered.checksums is not None, "set above"
         return self._offered.checksums
 
-    async def accept(self, attempt: Attempt) -> bool:
+    async def accept(self, attempt: Attempt, digests: Digests) -> bool:
         """Makes the folder of this attempt the served one."""
         await self._serve_offered()
+        await self._changes.accept(digests)
         return True
 
-    async def rejoined(self, services: Collection[int]) -> None:
+    async def rejoined(self, digests: Digests) -> None:
+        self._changes.rejoined(digests)
         await self._serve_offered()
 
     async def leave(self, services: Collection[int]) -> None:
         """The others load what lies there."""
 
     async def drop(self, services: Collection[int]) -> bool:
-        """A served folder that could not be loaded is written again for the engines that come back next."""
+        """A served folder that could not be loaded is written again for the engines that come back next.
+
+        The whole is written where a delta could not be.
+        """
+        if self._offered is not self._served:
+            self._changes.forget()
         if self._offered is not None and self._offered is self._served:
             self._is_doubted = True
         self._offered = None
@@ -477,13 +591,16 @@ class DiskTransport:
             return None
         return self._served if self._served.policy_version == attempt.policy_version else None
 
-    async def _write(self, attempt: Attempt) -> Written:
+    async def _write(self, attempt: Attempt, services: Collection[int]) -> Written:
         assert attempt.source is not Source.BEFORE, "the model has newer weights than those"
         await self._devices.take()
         await self._sweep()  # what a trainer that died has left may be what fills the disk
         if self._written is not None:
             await asyncio.to_thread(_note, self._written, attempt.publication_id)
-        writing = send_weights(self._ranks, attempt.publication_id, {}, deadline_seconds=self._seconds)
+        changed, base, base_bytes = await self._changed(attempt, services)
+        writing = send_weights(
+            self._ranks, attempt.publication_id, {}, delta=changed is not None, deadline_seconds=self._seconds
+        )
         try:
             sent = await asyncio.wait_for(writing, 2 * self._seconds)  # only a disk that hangs takes so long
         except TimeoutError as error:
@@ -492,7 +609,17 @@ class DiskTransport:
                 "answer: name a folder on another disk with --update-weight-disk-path"
             ) from error
         known = None if self._in_memory and not self._devices.is_shared else sent.checksums
-        return Written(self._root / attempt.publication_id, attempt.policy_version, known)
+        return Written(self._root / attempt.publication_id, attempt.policy_version, known, base, base_bytes)
+
+    async def _changed(self, attempt: Attempt, services: Collection[int]) -> tuple[Changed | None, Sequence[Path], int]:
+        """A delta with its base, unless so many lie there that engines without the base had better load the whole."""
+        served = self._served
+        if attempt.source is not Source.NEW or served is None or len(served.base) >= _MOST_DELTAS:
+            return None, (), 0
+        changed = await self._changes.found(services)
+        if changed is None or served.base_bytes + changed.num_bytes > changed.whole_bytes:
+            return None, (), 0
+        return changed, (*served.base, served.folder), served.base_bytes + changed.num_bytes
 
     async def _serve_offered(self) -> None:
         self._served, self._offered, self._is_doubted = self._offered, None, False
@@ -500,7 +627,8 @@ class DiskTransport:
 
     async def _sweep(self) -> None:
         """Deletes what no engine needs. What cannot be deleted in time stays, with a warning."""
-        needed = {written.folder.name for written in (self._served, self._offered) if written is not None}
+        versions = [written for written in (self._served, self._offered) if written is not None]
+        needed = {folder.name for written in versions for folder in (*written.base, written.folder)}
         try:
             work = partial(sweep, self._root, needed, self._epoch, self._written)
             await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._deleting, work), self._seconds)
@@ -554,11 +682,14 @@ def transport_of(
     """
     seconds = config.update_weight_timeout_seconds
     match config.update_weight_transport:
-        case "collective":
+        case "auto" | "collective":
             keeps = config.update_weight_rollback == "host"
-            return CollectiveTransport(ranks, seconds=seconds, keeps=keeps, hashes=hashes)
+            return CollectiveTransport(
+                ranks, seconds=seconds, keeps=keeps, hashes=hashes, sends_deltas=config.update_weight_delta
+            )
         case "disk" | "adapter" as way:
             kind = pb.TRANSPORT_DISK if way == "disk" else pb.TRANSPORT_ADAPTER
-            return DiskTransport(ranks, root, devices, seconds=seconds, kind=kind, written=written)
+            deltas = config.update_weight_delta
+            return DiskTransport(ranks, root, devices, seconds=seconds, kind=kind, written=written, sends_deltas=deltas)
         case "ipc":
             return DiskTransport(ranks, root, devices, seconds=seconds, kind=pb.TRANSPORT_IPC)

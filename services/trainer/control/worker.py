@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from services.trainer.checkpoint.checkpoint import Checkpoints
-from services.trainer.control.senders import Probed, Sender, Sent, StageGroup, StageWeights
+from services.trainer.control.senders import Compared, Probed, Sender, Sent, StageGroup, StageWeights
 from services.trainer.data.samples import Fetch, SamplesRead, TrainedSamples, UnusableSample
 from services.trainer.model.policy import Policy
 from services.trainer.plan.batch import SampleFacts
@@ -103,6 +103,16 @@ class RankWorker:
     def send_weights(self, publication_id: str, world_sizes: Mapping[int, int], kept: bool = False) -> Sent | None:
         """Joins the groups and broadcasts the buckets, of the current weights or of those that were kept."""
         return self._sender.send(publication_id, world_sizes, kept=kept)
+
+    @command
+    def compare_weights(self) -> Compared | None:
+        """What changed since the weights that were kept."""
+        return self._sender.compare()
+
+    @command
+    def send_delta(self, publication_id: str, world_sizes: Mapping[int, int]) -> Sent | None:
+        """Sends what was compared, as `send_weights` would send all."""
+        return self._sender.send_delta(publication_id, world_sizes)
 
     @command
     def hash_weights(self) -> Sent | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.delta import Change
 from headrace.errors import FailedPrecondition, ResourceExhausted
 from headrace.publication import TensorSpec
 from services.trainer.weights.engine_layout import flat_bytes, travel_together
@@ -86,11 +87,37 @@ class RollbackCopy:
                 self._kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._kept[name].copy_(tensor.detach())
 
+    def changed(self, name: str, tensor: Tensor) -> Change:
+        """The values whose bits differ from the kept ones, found on the tensor's device."""
+        new = _as_bits(tensor)
+        differs = new != _as_bits(self._kept[name].to(tensor.device, non_blocking=True))
+        positions = differs.nonzero().flatten()
+        dtype, size = str(tensor.dtype).removeprefix("torch."), tensor.element_size()
+        bits = new[positions].cpu().numpy().view(f"u{size}")
+        return Change(name, dtype, tuple(tensor.shape), positions.cpu().numpy(), bits)
+
+    def change(self, changes: Iterable[Change]) -> None:
+        """Keeps the changed weights in place of those that they were found with."""
+        for change in changes:
+            kept = _as_bits(self._kept[change.name])
+            kept.numpy()[change.positions] = change.bits.view(kept.numpy().dtype)
+
+    @property
+    def is_empty(self) -> bool:
+        """True before the first copy."""
+        return not self._kept
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors in the order in which they were kept, on the device from which they are sent."""
         return ((name, tensor.to(self._device)) for name, tensor in self._kept.items())
 
 
+def _as_bits(tensor: Tensor) -> Tensor:
+    """Flat integers, one a value."""
+    return tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
 _ALIGNMENT = 8
 

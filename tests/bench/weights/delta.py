@@ -1,65 +1,186 @@
-"""Bytes of a publication of what changed alone, beside the whole: `python -m tests.bench.weights.delta BEFORE AFTER`.
+"""`python -m tests.bench.weights.delta CHECKPOINT`: publications of what changed against the whole, as ratios.
 
-Both are Hugging Face folders, as `services.trainer.export_checkpoint` writes them of two checkpoints of a run, and are
-taken in bfloat16, as engines on GPUs are given them. Said are the share of values whose bits differ, and the bytes of
-two exact forms: each changed value behind its distance from the one before, and the bits' differences under zlib.
+The weights are the checkpoint's in bfloat16, as engines on GPUs get them, and a real SGLang engine takes them. Between
+two publications each weight moves in float32 by the learning rate up or down, as AdamW's first steps move it. Whole
+publications and those of what changed take turns, each with the engine's checksums of every tensor. The time of both is
+from the first byte gathered to the commit; the standstill is the part of it without generation.
 """
 
 from __future__ import annotations
 
 import argparse
-import zlib
-from collections.abc import Iterator
+import asyncio
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
-from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
-_LEVEL = 1
-_VALUE_BYTES = 2
+from headrace.job.schema.job import Job
+from services.rollout.engine.arguments import has_accelerator
+from services.rollout.engine.fleet import Fleet, FleetTiming
+from services.rollout.engine.router import Router
+from services.rollout.fleet_build import sglang_factory
+from services.rollout.publication.receiver import Receiver
+from services.rollout.publication.state import Delta, GroupPlan, Plan
+from services.trainer.control.senders import WeightSender, WeightWriter
+from services.trainer.control.transport import sweep
+from services.trainer.model.policy import Policy
+from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
+
+BUCKET_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Published:
+    seconds: float
+    standstill: float
+    num_bytes: int
+
+
+class Weights:
+    """In float32, as an optimizer has them, and in bfloat16."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self._exact = {name: each.detach() for name, each in model.named_parameters() if name != "lm_head.weight"}
+        self.sent = {name: each.bfloat16() for name, each in self._exact.items()}
+        self._random = torch.Generator().manual_seed(1)
+
+    def step(self, lr: float) -> float:
+        """Returns the share of changed values."""
+        changed = total = 0
+        for name, exact in self._exact.items():
+            signs = torch.randint(0, 2, exact.shape, generator=self._random, dtype=torch.int8)
+            exact.add_(signs.float().mul_(2).sub_(1), alpha=lr)
+            new = exact.bfloat16()
+            changed += int((new.view(torch.int16) != self.sent[name].view(torch.int16)).sum())
+            total += new.numel()
+            self.sent[name].copy_(new)
+        return changed / total
+
+
+class Way:
+    """One transport's publications to one receiver."""
+
+    def __init__(
+        self, name: str, weights: Mapping[str, torch.Tensor], checkpoint: Path, fleet: Fleet, root: Path
+    ) -> None:
+        policy = SameWeights(weights, checkpoint)
+        self._specs = policy.hf_tensor_specs()
+        self._root = root
+        self._receiver = Receiver(fleet, root)
+        self._base, self._version, self._folder = "", 0, root
+        sent = cast(Policy, policy)
+        self._sender: WeightSender | WeightWriter = (
+            WeightWriter(sent, ALONE, lambda _: False, root=root, file_bytes=BUCKET_BYTES)
+            if name == "disk"
+            else WeightSender(
+                sent, ALONE, lambda _: False, host="127.0.0.1", bucket_bytes=BUCKET_BYTES, timeout_seconds=600.0
+            )
+        )
+
+    async def publish(self, version: int, *, changes: bool) -> Published:
+        """What follows a commit is not counted, as the next step begins then: the copy of what is served."""
+        sender, name, started = self._sender, f"e1-v{version}-0a1b2c3d", time.perf_counter()
+        compared = await asyncio.to_thread(sender.compare) if changes else None
+        num_bytes = sum(spec.num_bytes for spec in self._specs)
+        if compared:
+            assert compared.delta_bytes is not None, "more than half changed"
+            num_bytes = compared.delta_bytes
+        send = sender.send_delta if changes else sender.send
+        if isinstance(sender, WeightWriter):
+            sent = await asyncio.to_thread(send, name, {})
+            buckets, groups, folder = [self._specs], (), self._root / name
+            delta = Delta(self._base, base_folders=[self._folder])
+        else:
+            opened, described = sender.open(0), sender.describe()
+            assert opened is not None
+            assert described is not None
+            buckets = [self._specs] if changes else described.buckets
+            numbers = tuple(range(len(buckets)))
+            groups = (GroupPlan(opened.name, opened.host, opened.port, numbers, opened.joined),)
+            folder, delta = None, Delta(self._base, bucket_bytes=[num_bytes])
+        plan = Plan(
+            publication_id=name, epoch=1, policy_version=version, pause_mode="in_place", backend="gloo",
+            deadline_seconds=600.0, buckets=dict(enumerate(buckets)), groups=groups, folder=folder,
+        )  # fmt: skip
+        begun = await self._receiver.begin(replace(plan, delta=delta) if changes else plan)
+        sending = None if folder else asyncio.create_task(asyncio.to_thread(send, name, {0: begun.world_size}))
+        for bucket in plan.buckets:
+            await self._receiver.receive(name, bucket)
+        if sending:
+            sent = await sending
+        assert sent is not None
+        assert sent.error is None, sent.error
+        committed = await self._receiver.commit(name, sent.checksums)
+        seconds = time.perf_counter() - started
+        self._base, self._folder = committed.weights_digest, folder or self._folder
+        await asyncio.to_thread(sender.keep)
+        sweep(self._root, {name}, 1)
+        return Published(seconds, committed.paused_seconds, num_bytes)
+
+    def close(self) -> None:
+        self._sender.drop([0])
+
+
+async def measure(checkpoint: Path, rates: list[float], rounds: int, folder: Path) -> None:
+    job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}, "sglang": {"dtype": "bfloat16"}})
+    timing = FleetTiming(start_seconds=900)
+    router = Router(job.rollout, folder / "router.log", request_seconds=60, timing=timing)
+    factory = sglang_factory(job, folder, has_accelerator=await has_accelerator())
+    fleet = Fleet(1, 1, factory, router, timing)
+    await asyncio.gather(router.start(), fleet.start())
+    weights, version = Weights(checkpoint), 0
+    print(f"{'transport':<11}{'lr':>7}{'changed':>9}{'bytes':>10}{'whole':>17}{'standstill':>19}", flush=True)
+    try:
+        with all_ranks():
+            gc.freeze()  # as the services do
+            for name in ("disk", "collective"):
+                way = Way(name, weights.sent, checkpoint, fleet, folder / name)
+                for lr in rates:
+                    pairs: list[tuple[Published, Published]] = []
+                    shares: list[float] = []
+                    for _ in range(rounds + 1):  # the first one joins groups and takes memory
+                        version += 2
+                        weights.step(lr)
+                        whole = await way.publish(version - 1, changes=False)
+                        shares.append(weights.step(lr))
+                        pairs.append((whole, await way.publish(version, changes=True)))
+                    print_row(name, lr, statistics.median(shares), pairs[1:])
+                way.close()
+    finally:
+        await asyncio.gather(fleet.stop(), router.stop())
+
+
+def print_row(name: str, lr: float, share: float, pairs: list[tuple[Published, Published]]) -> None:
+    """Medians; ratios are of the whole's."""
+    num_bytes = statistics.median(delta.num_bytes / whole.num_bytes for whole, delta in pairs)
+    seconds = statistics.median(delta.seconds for _, delta in pairs)
+    ratio = statistics.median(delta.seconds / whole.seconds for whole, delta in pairs)
+    paused = statistics.median(delta.standstill for _, delta in pairs)
+    of_paused = statistics.median(delta.standstill / whole.standstill for whole, delta in pairs)
+    print(
+        f"{name:<11}{lr:>7.0e}{share:>9.2%}{num_bytes:>9.4f}×{seconds:>8.3f} s{ratio:>6.2f}×{paused:>10.3f} s"
+        f"{of_paused:>6.2f}×",
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path)
-    args = parser.parse_args()
-    for line in rows(args.before, args.after):
-        print(line)
-
-
-def rows(before: Path, after: Path) -> list[str]:
-    """The table; the whole is the baseline of each row. Raises KeyError for folders of different models."""
-    whole = changed = listed = squeezed = 0
-    old = dict(_tensors(before))
-    for name, tensor in _tensors(after):
-        difference = (old.pop(name) ^ tensor).flatten()
-        places = difference.nonzero().flatten()
-        whole += tensor.numel() * _VALUE_BYTES
-        changed += places.numel()
-        listed += _listed_bytes(places)
-        squeezed += len(zlib.compress(difference.numpy().tobytes(), _LEVEL))
-    if old:
-        raise KeyError(f"{after} lacks {next(iter(old))}")
-    forms = (("whole", whole), ("values and distances", listed), (f"differences under zlib -{_LEVEL}", squeezed))
-    return [
-        f"{100 * changed * _VALUE_BYTES / whole:.3f} % of {whole // _VALUE_BYTES:,} values changed",
-        *(f"{name:<28} {size / 1e6:10.2f} MB  {size / whole:7.4f}x of the whole" for name, size in forms),
-    ]
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor's bits, int16."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name in sorted(opened.keys()):
-                yield name, opened.get_tensor(name).to(torch.bfloat16).view(torch.int16)
-
-
-def _listed_bytes(places: torch.Tensor) -> int:
-    """Seven bits of a distance in a byte."""
-    distances = places.diff(prepend=torch.tensor([-1]))
-    return int(sum((distances >= 1 << bits).sum() for bits in (0, 7, 14, 21, 28))) + _VALUE_BYTES * places.numel()
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(measure(given.checkpoint, given.lr, given.rounds, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from headrace.cli.main import main
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.job.model import check_layout, contradictions
 from headrace.job.schema.job import Job
 from headrace.models.registry import PRESETS, architecture, table

@@ -646,6 +646,7 @@ class GetFleetResponse(_message.Message):
     MAX_GROUPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     MEMORY_RELEASED_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     router_address: _builtins.str
     """The router's HTTP address; private."""
     policy_version: _builtins.int
@@ -686,6 +687,12 @@ class GetFleetResponse(_message.Message):
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___Requests]:
         """Requests at the engines: of training, of evaluations, of clients."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Adapters that engines hold, oldest first: the served one, one that is being published, and those that requests still
+        use. At most 4; a publication waits for room.
+        """
+
     def __init__(
         self,
         *,
@@ -706,10 +713,11 @@ class GetFleetResponse(_message.Message):
         max_groups_in_flight: _builtins.int = ...,
         requests: _abc.Iterable[Global___Requests] | None = ...,
         memory_released: _builtins.bool = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_in_flight", b"groups_in_flight", "groups_produced", b"groups_produced", "max_groups_in_flight", b"max_groups_in_flight", "memory_released", b"memory_released", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "requests", b"requests", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "wanted_engines", b"wanted_engines", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "engines", b"engines", "groups_in_flight", b"groups_in_flight", "groups_produced", b"groups_produced", "max_groups_in_flight", b"max_groups_in_flight", "memory_released", b"memory_released", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "requests", b"requests", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "wanted_engines", b"wanted_engines", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -952,6 +960,47 @@ class PublishGroup(_message.Message):
 Global___PublishGroup: _TypeAlias = PublishGroup  # noqa: Y015
 
 @_typing.final
+class Delta(_message.Message):
+    """Only what changed since a version that engines have; the manifest has all tensors as always. A bucket is one uint8 array, a
+    zstd frame (headrace/delta.py). It holds bits, so engines have the whole's weights and checksums after it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    BUCKET_BYTES_FIELD_NUMBER: _builtins.int
+    BASE_PATHS_FIELD_NUMBER: _builtins.int
+    base_digest: _builtins.str
+    """What CommitPublish answered as weights_digest when the base was committed. With COLLECTIVE engines that lack the
+    base take no part: they wait for weights after the commit. FAILED_PRECONDITION with reason BASE_GONE when these are more
+    than half of all: nothing has begun, no engine noticed; send the whole.
+    """
+    @_builtins.property
+    def bucket_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With COLLECTIVE: the bytes of each bucket."""
+
+    @_builtins.property
+    def base_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With DISK: the base as folders, the first of them whole, the others deltas. An engine without it loads them in this order,
+        and then disk_path. With an empty base_digest all engines do.
+        """
+
+    def __init__(
+        self,
+        *,
+        base_digest: _builtins.str = ...,
+        bucket_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        base_paths: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_paths", b"base_paths", "bucket_bytes", b"bucket_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
 class BeginPublishRequest(_message.Message):
     """Opens a publication."""
 
@@ -968,6 +1017,7 @@ class BeginPublishRequest(_message.Message):
     DISK_PATH_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
     publication_id: _builtins.str
     """Idempotency key."""
     policy_version: _builtins.int
@@ -1000,6 +1050,10 @@ class BeginPublishRequest(_message.Message):
         others are not touched. Empty: all engines. FAILED_PRECONDITION: one of them does not wait for weights.
         """
 
+    @_builtins.property
+    def delta(self) -> Global___Delta:
+        """With COLLECTIVE and DISK: what comes is a delta."""
+
     def __init__(
         self,
         *,
@@ -1014,12 +1068,15 @@ class BeginPublishRequest(_message.Message):
         disk_path: _builtins.str = ...,
         epoch: _builtins.int = ...,
         engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        delta: Global___Delta | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delta", b"_delta", "delta", b"delta", "manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "deadline_seconds", b"deadline_seconds", "disk_path", b"disk_path", "engine_ids", b"engine_ids", "epoch", b"epoch", "groups", b"groups", "manifest", b"manifest", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "publication_id", b"publication_id", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delta", b"_delta", "backend", b"backend", "deadline_seconds", b"deadline_seconds", "delta", b"delta", "disk_path", b"disk_path", "engine_ids", b"engine_ids", "epoch", b"epoch", "groups", b"groups", "manifest", b"manifest", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "publication_id", b"publication_id", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__delta: _TypeAlias = _typing.Literal["delta"]  # noqa: Y015
+    _WhichOneofArgType__delta: _TypeAlias = _typing.Literal["_delta", b"_delta"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delta) -> _WhichOneofReturnType__delta | None: ...
 
 Global___BeginPublishRequest: _TypeAlias = BeginPublishRequest  # noqa: Y015
 

@@ -13,7 +13,10 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from services.rollout.engine.cpu import CHECKPOINT
 
@@ -22,10 +25,11 @@ from services.rollout.engine.cpu import CHECKPOINT
 # attention makes no keys and values. SGLang would choose a prefill that needs them; absorbed, as it decodes, the
 # queries are turned to the latents instead. Without YaRN (Moonlight) it refuses to rotate them on a CPU; its plain
 # rotation does. Qwen2-MoE's gate of the shared expert is a Triton kernel on every device, and so are MiniMax-M2's norms
-# of queries and keys.
+# of queries and keys. A prefill engine would pin the memory of what it sends, and wait for CUDA's stream.
 
 _LATENTS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _ROTATIONS = "sglang.srt.layers.rotary_embedding.factory"
+_TRANSFER = "sglang.srt.disaggregation.prefill"
 _KERNELS = "sglang.kernels.ops.elementwise.elementwise"
 _MINIMAX = "sglang.srt.models.minimax_m2"
 
@@ -37,12 +41,29 @@ def use_torch() -> None:
     if (handlers := sys.modules.get(_LATENTS)) is not None:
         handlers.AttentionBackendRegistry.register("torch_native", _absorbed)
         HookRegistry.register(f"{_ROTATIONS}.get_rope_cpu", _rotation, HookType.AROUND)
+    if (transfer := sys.modules.get(_TRANSFER)) is not None:
+        transfer.torch = _TorchOfCpus()  # type: ignore[attr-defined]
     if "sglang.srt.models.qwen2_moe" in sys.modules:
         HookRegistry.register(f"{_KERNELS}.fused_gate_sigmoid_mul_add", add_gated, HookType.REPLACE)
     if _MINIMAX in sys.modules:
         HookRegistry.register(f"{_MINIMAX}.rms_sumsq_serial", squares_of, HookType.REPLACE)
         HookRegistry.register(f"{_MINIMAX}.rms_apply_serial", normed, HookType.REPLACE)
     HookRegistry.apply_hooks()
+
+
+class _TorchOfCpus:
+    """torch, without what its CUDA part is asked for."""
+
+    cuda = SimpleNamespace(
+        Event=lambda: SimpleNamespace(record=lambda _: None, synchronize=lambda: None), current_stream=lambda: None
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return torch.empty(*sizes, **options)
 
 
 def _absorbed(attention: Any, forward_batch: Any) -> Any:

@@ -185,6 +185,7 @@ def test_check_shows_the_machines_of_large_engines(name, placement, sglang, engi
     assert (shown["engines"], shown["GPUs"]) == (engines, gpus)
 
 
+_BROADCAST = ("--update-weight-transport", "collective")
 CHECKED = (
     (
         (
@@ -198,7 +199,14 @@ CHECKED = (
         ),
         ("--sglang-dp-size 2", "2 processes of this machine", "--rollout-placement slurm or ray"),
     ),
-    (("--rollout-num-gpus-per-engine", "8", "--sglang-pp-size", "2"), ("pp-size 2", "--update-weight-transport disk")),
+    (
+        ("--rollout-num-gpus-per-engine", "8", "--sglang-dp-size", "2", "--sglang-enable-dp-attention"),
+        ("--sglang-dp-size 2", "divides attention only on GPUs", "leave it out"),
+    ),
+    (
+        (*_BROADCAST, "--rollout-num-gpus-per-engine", "8", "--sglang-pp-size", "2"),
+        ("pp-size 2", "--update-weight-transport disk"),
+    ),
     (("--sglang-tp-size", "2", "--sglang-pp-size", "2", "--rollout-num-gpus-per-engine", "2"), ("--sglang-tp-size 2",)),
 )
 

@@ -210,6 +210,24 @@ def test_check_says_where_versions_lie_and_refuses_transports_that_cannot_be(
         assert re.search(said, " ".join((captured.out + captured.err).split())), captured
 
 
+def test_auto_is_memory_where_all_is_started_here_a_broadcast_elsewhere_and_files_where_no_group_can_be(
+    job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, said in (
+        ("", "through shared memory in /dev/shm/headrace-"),
+        ("--update-weight-rollback host", "broadcast to the engines"),
+        ("--rollout-address 10.0.0.7:7000", "broadcast to the engines"),
+        ("--update-weight-delta", "broadcast to the engines; the whole each time, as in float32"),
+        ("--update-weight-delta --bf16", "broadcast to the engines; what changed alone"),
+        ("--update-weight-delta --sglang-pp-size 2 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2", "files in"),
+    ):
+        assert main(["check", str(job_file), *flags.split()]) == 0
+        assert said in " ".join(capsys.readouterr().out.split())
+    for flags in (f"{IPC} --update-weight-delta", "--update-weight-delta --rollout-external-engine-addrs 127.0.0.1:1"):
+        assert main(["check", str(job_file), *flags.split()]) == 2
+        assert "update_weight_delta" in "".join(capsys.readouterr())
+
+
 OURS = {"t": "0123"}
 
 

@@ -30,12 +30,12 @@ from services.rollout.publication.receiver import Receiver
 from services.trainer.control.channel import Channel
 from services.trainer.control.publication import Publisher
 from services.trainer.control.ranks import RankGroup
-from services.trainer.control.senders import Probed, Sent, StageGroup, StageWeights
+from services.trainer.control.senders import Compared, Probed, Sent, StageGroup, StageWeights
 from services.trainer.control.transport import sweep, transport_of
 from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.state import TrainState
 from tests.long_forms import ALL
-from tests.support.fake_weights import fake_checksum, write_version
+from tests.support.fake_weights import DELTA, delta, fake_checksum, write_version
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
 from tests.support.fakes.hostile_engine import TakingTurns
@@ -53,19 +53,22 @@ CALLS = {
     ),
     **dict.fromkeys(("disk", "ipc"), ("/update_weights_from_disk", *OF_BOTH)),
 }
+CALLS |= {f"{name} delta": CALLS[name] for name in ("collective", "disk")}
+OF_ONE = ("/update_weights_from_distributed", "/update_weights_from_disk", "/weights_checker")
 POINTS = [
     (name, call)
     for name, calls in CALLS.items()
     for call in calls
-    if ALL or name == "collective" or call in ("/update_weights_from_disk", "/weights_checker")  # else as collective
+    if ALL or name == "collective" or call in OF_ONE  # else as collective
 ]
-ROLLBACK = {"collective": {"update_weight_rollback": "host"}, "disk": {}, "ipc": {}}
+ROLLBACK = {"collective": {"update_weight_rollback": "host"}}
 When = Literal["refuses", "before", "during", "after"]
 NAMES = ("a", "b", "c")
 
 
 def weights_of(version: int) -> dict[str, str]:
-    return {name: f"{name} of {version}" for name in NAMES}
+    """The last one changes every second time."""
+    return {"a": f"a of {version}", "b": f"b of {version}", "c": f"c of {version // 2}"}
 
 
 @dataclass
@@ -79,6 +82,7 @@ class Model:
     wire: dict[str, str] = field(default_factory=lambda: weights_of(0))
     num_groups: int = 0
     num_sent: int = 0
+    num_deltas: int = 0
 
 
 class Worker(IdleWorker):
@@ -103,14 +107,28 @@ class Worker(IdleWorker):
         model = self._model
         if not (kept and model.root):
             model.num_sent += 1
+            model.wire.pop(DELTA, None)
             model.wire.update(weights_of(model.kept if kept else model.version))
             model.is_sending = True
             if model.root is not None:
                 write_version(model.root / publication_id, model.wire)
-        sent = Sent(0, {name: fake_checksum(content) for name, content in model.wire.items()})
+        sent = Sent(0, {name: fake_checksum(model.wire[name]) for name in NAMES})
         if model.root is not None:
             self.spoil(model.root / publication_id)
         return sent
+
+    def compare_weights(self) -> Compared:
+        return Compared(0, 100, 10, {})
+
+    def send_delta(self, publication_id: str, world_sizes: Mapping[int, int]) -> Sent:
+        model, weights = self._model, weights_of(self._model.version)
+        model.num_deltas += 1
+        model.wire.update(delta(weights, weights_of(model.kept)))
+        model.is_sending = True
+        if model.root is not None:
+            write_version(model.root / publication_id, {DELTA: model.wire[DELTA]})
+            self.spoil(model.root / publication_id)
+        return Sent(0, {name: fake_checksum(content) for name, content in weights.items()})
 
     def keep_weights(self) -> None:
         self._model.kept = self._model.version
@@ -206,7 +224,11 @@ class DirectRollout:
         self, publication_id: str, checksums: Mapping[str, str], *, probe: Probe, **_: float
     ) -> pb.CommitPublishResponse:
         committed = await self.receiver.commit(publication_id, checksums, probe)
-        return pb.CommitPublishResponse(engine_ids=committed.engine_ids, lost_engine_ids=committed.lost_engine_ids)
+        return pb.CommitPublishResponse(
+            engine_ids=committed.engine_ids,
+            lost_engine_ids=committed.lost_engine_ids,
+            weights_digest=committed.weights_digest,
+        )
 
     async def abort_publish(self, publication_id: str, reason: str) -> None:
         await self.receiver.abort(publication_id, reason)
@@ -216,7 +238,8 @@ class Run:
     """Two engines, a trainer, and requests that never stop."""
 
     def __init__(self, call: str, when: When, transport: str, root: Path) -> None:
-        self.strike, self.model = Strike(call, when), Model(root=None if transport == "collective" else root)
+        way, sends_deltas = transport.removesuffix(" delta"), transport.endswith("delta")
+        self.strike, self.model = Strike(call, when), Model(root=None if way == "collective" else root)
         self.mixtures: set[str] = set()
         self.routing = RememberedRouting()
         self.fleet = Fleet(
@@ -228,7 +251,7 @@ class Run:
         )
         self.fakes = FakeFleet(self.fleet, self.routing)
         self.router = TakingTurns(self.routing)
-        publish = {"update_weight_transport": transport, **ROLLBACK[transport]}
+        publish = {"update_weight_transport": way, "update_weight_delta": sends_deltas, **ROLLBACK.get(transport, {})}
         services = {"rollout_address": "127.0.0.1:1"}
         job = Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services, "publish": publish})
         rollout = cast(RolloutClient, DirectRollout(self.fakes, self.model, self.strike))
@@ -236,9 +259,9 @@ class Run:
         self.worker = Worker(self.model)
         ranks = RankGroup(self.channel, self.worker, ThreadPoolExecutor(1))
         devices = OwnDevices()
-        way = transport_of(job.publish, ranks, root, hashes=False, devices=devices)
+        carrier = transport_of(job.publish, ranks, root, hashes=False, devices=devices)
         self.publisher = Publisher(
-            ranks, [rollout], way, job.publish, backend="gloo", away_seconds=60.0, devices=devices
+            ranks, [rollout], carrier, job.publish, backend="gloo", away_seconds=60.0, devices=devices
         )
 
     async def __aenter__(self) -> Run:
@@ -309,6 +332,51 @@ async def test_engines_serve_a_whole_version_again_wherever_a_publication_failed
 
 
 NOBODY: frozenset[int] = frozenset()
+
+
+@pytest.mark.parametrize("way", ["collective", "disk"])
+async def test_what_changed_is_sent_to_engines_that_have_the_rest_and_the_whole_to_others(
+    way: str, tmp_path: Path
+) -> None:
+    async with Run("nothing", "refuses", f"{way} delta", tmp_path) as run:
+        for version in (1, 2, 3):
+            assert await run.publish(version, failing=NOBODY)
+            await run.serves(version)
+        assert (run.model.num_sent, run.model.num_deltas) == (1, 2)
+        await lost(run, 1)
+        await run.publisher.rejoin(TrainState(step=3, policy_version=3, epoch=1), {0: ["engine-1"]})
+        assert run.fakes.fake(1).weights == weights_of(3)
+        assert run.model.num_sent == (2 if way == "collective" else 1), "a folder of the whole lies there already"
+        await lost(run, 1)
+        assert await run.publish(4, failing=NOBODY)
+        await run.serves(4)
+        assert run.model.num_deltas == 3, "one engine without the base is no reason to send all to the others"
+        await lost(run, 0)
+        await run.fakes.until(lambda: run.fleet.engines[1].state in (EngineState.READY, EngineState.STALE))
+        if run.fleet.engines[1].state is EngineState.READY:
+            await lost(run, 1)
+        assert await run.publish(5, failing=NOBODY)
+        await run.serves(5)
+        assert (run.model.num_sent, run.model.num_deltas) == ((3, 3) if way == "collective" else (1, 4))
+
+
+async def test_a_delta_that_arrives_otherwise_is_not_served_and_the_whole_follows(tmp_path: Path) -> None:
+    async with Run("nothing", "refuses", "disk delta", tmp_path) as run:
+        assert await run.publish(1, failing=NOBODY)
+        run.worker.spoil = lambda folder: cut(folder) if run.model.num_deltas == run.model.num_sent else None
+        assert await run.publish(2, failing=NOBODY)
+        await run.serves(2)
+        assert (run.model.num_sent, run.model.num_deltas) == (2, 1)
+        assert folders(tmp_path) == ["v2"]
+
+
+async def test_no_more_than_the_whole_lies_under_a_delta(tmp_path: Path) -> None:
+    async with Run("nothing", "refuses", "disk delta", tmp_path) as run:
+        for version in range(1, 13):
+            assert await run.publish(version, failing=NOBODY)
+            await run.serves(version)
+        assert (run.model.num_sent, run.model.num_deltas) == (2, 10)
+        assert folders(tmp_path) == ["v12"]
 
 
 def a_run(root: Path) -> Run:
