@@ -239,10 +239,20 @@ def linear_attention(a: Architecture, linear: LinearAttention, hf: str) -> list[
     ]
 
 
-def mlp(a: Architecture, megatron: str, hf: str, width: int, expert: int | None = None) -> list[Row]:
-    """A gated MLP of `width`."""
-    halves = tuple(HfTensor(f"{hf}.{part}_proj.weight", (width, a.hidden_size)) for part in ("gate", "up"))
-    down = (HfTensor(f"{hf}.down_proj.weight", (a.hidden_size, width)),)
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def mlp(
+    a: Architecture,
+    megatron: str,
+    hf: str,
+    width: int,
+    expert: int | None = None,
+    names: tuple[str, str, str] = MLP_NAMES,
+) -> list[Row]:
+    """A gated MLP of `width`; `names` are those of gate, up and down."""
+    halves = tuple(HfTensor(f"{hf}.{name}.weight", (width, a.hidden_size)) for name in names[:2])
+    down = (HfTensor(f"{hf}.{names[2]}.weight", (a.hidden_size, width)),)
     return [
         Row(f"{megatron}.linear_fc1.weight", halves, GateUp(), expert),
         Row(f"{megatron}.linear_fc2.weight", down, Split(1), expert),

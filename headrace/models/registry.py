@@ -19,6 +19,7 @@ from headrace.models.families import (
     glm4_moe_lite,
     gpt_oss,
     llama,
+    minimax_m2,
     mistral,
     olmo3,
     qwen2,
@@ -32,7 +33,10 @@ from headrace.models.families import (
 )
 from headrace.models.family import Family, Preset, Table
 
-_SPARSE = "its sparse attention (an indexer that chooses the keys) is not built"
+_SPARSE = (
+    "an indexer chooses the keys that its attention sees (DSA), which is not built, and with dense attention it would "
+    "be another model"
+)
 _IMAGES = (
     "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL, and Qwen3.5 on text"
 )
@@ -95,6 +99,7 @@ FAMILIES: Sequence[Family] = (
     deepseek_v3.FAMILY,
     gpt_oss.FAMILY,
     olmo3.FAMILY,
+    minimax_m2.FAMILY,
 )
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 

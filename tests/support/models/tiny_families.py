@@ -74,6 +74,17 @@ _GPT_OSS = {
 # As it is published: transformers would write the frequencies of both kinds of layers, which SGLang does not read.
 _OLMO3_ROPE = {"rope_theta": 500000.0, "rope_scaling": {n: v for n, v in _STRETCHED.items() if n != "rope_theta"}}
 _OLMO3 = _OLMO3_ROPE | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+# Published with names that transformers reads and does not write, of what SGLang asks for.
+_MINIMAX_M2 = {
+    "head_dim": 32,
+    "rotary_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+}
 _DELTA_NET = {
     "head_dim": 32,
     "full_attention_interval": 2,
@@ -163,6 +174,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "gpt_oss": ("gpt_oss", _GPT_OSS),
     "olmo3": ("olmo3", _OLMO3),
+    "minimax_m2": ("minimax_m2", _MINIMAX_M2),
 }
 """transformers' model_type and the shape. Kimi K2 is DeepSeek V3's model under another name."""
 FAMILIES = tuple(_FAMILIES)

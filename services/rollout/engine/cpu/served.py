@@ -24,13 +24,14 @@ from services.rollout.engine.cpu import CHECKPOINT
 # Latent attention (DeepSeek V3, Kimi K2, Moonlight, GLM-4.7-Flash) keeps latents in the cache, of which `torch_native`
 # attention makes no keys and values. SGLang would choose a prefill that needs them; absorbed, as it decodes, the
 # queries are turned to the latents instead. Without YaRN (Moonlight) it refuses to rotate them on a CPU; its plain
-# rotation does. Qwen2-MoE's gate of the shared expert is a Triton kernel on every device. A prefill engine would pin
-# the memory of what it sends, and wait for CUDA's stream.
+# rotation does. Qwen2-MoE's gate of the shared expert is a Triton kernel on every device, and so are MiniMax-M2's norms
+# of queries and keys. A prefill engine would pin the memory of what it sends, and wait for CUDA's stream.
 
 _LATENTS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _ROTATIONS = "sglang.srt.layers.rotary_embedding.factory"
 _TRANSFER = "sglang.srt.disaggregation.prefill"
 _KERNELS = "sglang.kernels.ops.elementwise.elementwise"
+_MINIMAX = "sglang.srt.models.minimax_m2"
 
 
 def use_torch() -> None:
@@ -44,6 +45,9 @@ def use_torch() -> None:
         transfer.torch = _TorchOfCpus()  # type: ignore[attr-defined]
     if "sglang.srt.models.qwen2_moe" in sys.modules:
         HookRegistry.register(f"{_KERNELS}.fused_gate_sigmoid_mul_add", add_gated, HookType.REPLACE)
+    if _MINIMAX in sys.modules:
+        HookRegistry.register(f"{_MINIMAX}.rms_sumsq_serial", squares_of, HookType.REPLACE)
+        HookRegistry.register(f"{_MINIMAX}.rms_apply_serial", normed, HookType.REPLACE)
     HookRegistry.apply_hooks()
 
 
@@ -75,6 +79,26 @@ def _rotation(stretched: Callable[..., Any], *sizes: Any) -> Any:
 def add_gated(hidden: Any, gate_weight: Any, shared: Any, final: Any) -> None:
     """Adds the shared expert's output [T, H], times its sigmoid gate, to `final` in place; gate_weight is [H]."""
     final.add_((hidden @ gate_weight).sigmoid()[:, None] * shared)
+
+
+def squares_of(queries: Any, keys: Any) -> Any:
+    """[2, T]: the sums of the squares of [T, H] queries and of keys. Tensor ranks sum them up."""
+    sums = queries.new_empty(2, len(queries), dtype=sys.modules["torch"].float32)
+    for row, values in zip(sums, (queries, keys), strict=True):
+        row.copy_(values.float().square().sum(-1))
+    return sums
+
+
+def normed(
+    queries: Any, keys: Any, query_weight: Any, key_weight: Any, sums: Any, ranks: int = 1, eps: float = 1e-5
+) -> tuple[Any, Any]:
+    """Queries and keys of this rank, each divided by the root of their mean square over all ranks."""
+
+    def of(values: Any, weight: Any, squares: Any) -> Any:
+        scale = (squares / (values.shape[1] * ranks) + eps).rsqrt()[:, None]
+        return (values.float() * scale * weight.float()).to(values.dtype)
+
+    return of(queries, query_weight, sums[0]), of(keys, key_weight, sums[1])
 
 
 _PACKAGE = "sglang.srt.models"

@@ -20,6 +20,8 @@ _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eo
 _HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 _KIMI = ("<|im_assistant|>", "<|im_user|>", "<|im_system|>", "<|im_middle|>")
 
+_MINIMAX = ("]~!b[", "]~b]", "[e~[", "<think>", "</think>")
+
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
@@ -45,6 +47,7 @@ CHAT_MODELS: Mapping[str, ChatModel] = {
     "kimi_k2": ChatModel("kimi", _KIMI),
     "gpt_oss": ChatModel("gpt_oss", _HARMONY),
     "olmo3": ChatModel("olmo3", eos_token="<|endoftext|>"),
+    "minimax_m2": ChatModel("minimax_m2", _MINIMAX),
     "smollm2": ChatModel("qwen"),
 }
 

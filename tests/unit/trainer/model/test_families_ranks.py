@@ -55,7 +55,16 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 if ALL:
     FAMILIES += ("llama", "llama3_2", "qwen2", "mistral", "smollm3", "glm4", "glm4_32b")
-    FAMILIES += ("qwen2_moe", "qwen3_5", "qwen3_5_moe", "glm4_moe", "glm4_moe_lite", "moonlight", "kimi_k2")
+    FAMILIES += (
+        "qwen2_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "moonlight",
+        "kimi_k2",
+        "minimax_m2",
+    )
     RUNS |= {
         "llama@tp2": (2, TP2),
         "qwen2_moe@sp2": (2, SP2),
@@ -81,6 +90,10 @@ if ALL:
         "gpt_oss@ep2": (2, EP2 | SHARDED),
         "olmo3@tp2": (2, TP2),
         "olmo3@pp2": (2, PP2),
+        "minimax_m2@sp2": (2, SP2),
+        "minimax_m2@pp2": (2, PP2),
+        "minimax_m2@ep2": (2, EP2 | SHARDED),
+        "minimax_m2@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
         "olmo3@tp2-dp2": (4, TP2 | SHARDED),
         "glm4_moe@ep2-dp2": (4, EP2 | SHARDED),
         "glm4_moe@pp2": (2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),

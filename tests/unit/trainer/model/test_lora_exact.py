@@ -67,6 +67,9 @@ if ALL:
         "qwen3_5@sp2": (2, SP2),
         "qwen3_5_moe@ep2": (2, EP2),
         "gpt_oss@ep2-sp2": (2, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
+        "minimax_m2@alone": (1, {}),
+        "minimax_m2@ep2": (2, EP2),
+        "minimax_m2@sp2": (2, SP2),
         "olmo3@alone": (1, {}),
         "olmo3@sp2": (2, SP2),
         "olmo3@tp2": (2, TP2),
@@ -87,6 +90,7 @@ if ALL:
         "qwen3_moe@te-sp2": (2, SP2),
         "qwen2_moe@te": (1, {}),
         "olmo3@te-sp2": (2, SP2),
+        "minimax_m2@te": (1, {}),
         "deepseek_v3@te": (1, {}),
         "deepseek_v3@te-ep2": (2, EP2),
     }
