@@ -33,6 +33,7 @@ def check_production(job: Job) -> None:
     _external_engines(job)
     _engine_groups(job)
     _engine_shapes(job)
+    _draft_model(job)
     metric = job.checkpoint.keep_best_metric
     if job.checkpoint.keep_best and metric.startswith("eval") and not job.eval.eval_exact_version:
         raise ConfigError(
@@ -209,6 +210,17 @@ def _engine_groups(job: Job) -> None:
 
 def _are_here(job: Job) -> bool:
     return job.placement.rollout_placement == "local" and not job.placement.rollout_external_engine_addrs
+
+
+def _draft_model(job: Job) -> None:
+    """SGLang loads a folder into the draft model as well: weights of the same names take the place of its own."""
+    draft, transport = job.sglang.get("speculative_draft_model_path"), job.publish.update_weight_transport
+    if draft is not None and transport in ("disk", "ipc") and not job.debug.debug_rollout_only:
+        raise ConfigError(
+            f"--sglang-speculative-draft-model-path {draft} with update_weight_transport {transport}: SGLang would "
+            "load the policy's weights into the draft model. Pass --update-weight-transport collective, or use "
+            "--sglang-speculative-algorithm NGRAM"
+        )
 
 
 def _engine_shapes(job: Job) -> None:

@@ -111,7 +111,7 @@ def known_architecture(job: Job) -> Architecture | None:
 
 def warnings(job: Job) -> list[str]:
     """Sentences about a resolved job that say what will happen and what to set."""
-    return [*_of_training(job), *_of_the_machine(job), *algorithm_warnings(job), *_of_parts(job)]
+    return [*_of_training(job), *_of_the_machine(job), *algorithm_warnings(job), *_of_drafts(job), *_of_parts(job)]
 
 
 def algorithm_warnings(job: Job) -> list[str]:
@@ -169,6 +169,19 @@ def _of_sampling(job: Job) -> Iterator[str]:
             "rollout_temperature 0: all samples of a prompt are the same greedy response, so none is better than "
             "another: train with a temperature of about 1"
         )
+
+
+def _of_drafts(job: Job) -> Iterator[str]:
+    """Samples are exact whatever drafts propose: the model verifies each token."""
+    algorithm, draft = job.sglang.get("speculative_algorithm"), job.sglang.get("speculative_draft_model_path")
+    if algorithm is None or algorithm.upper() == "NGRAM" or job.debug.debug_rollout_only or job.debug.trains_alone:
+        return
+    drafting = "the layers that predict further tokens stay" if draft is None else f"the draft model {draft} stays"
+    yield (
+        f"--sglang-speculative-algorithm {algorithm}: {drafting} as published first, while the policy is trained, so "
+        "fewer drafts are accepted with time and generation slows down. Samples stay exact. Watch spec_accept_length, "
+        "or use NGRAM, which has no weights"
+    )
 
 
 def _of_parts(job: Job) -> Iterator[str]:

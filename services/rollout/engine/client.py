@@ -36,6 +36,7 @@ _FURTHER_EVENTS = 16  # of a stream, beside one for each token
 _BYTES_PER_ROUTED_TOKEN = 32 << 10  # base64 of 4 bytes for each layer and chosen expert
 _BYTES_PER_KEPT_TOKEN = 12  # its id, a comma, and blanks
 _TO_NOBODY = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}  # SGLang's FAKE_BOOTSTRAP_HOST
+_POLICY = "target"  # a draft model has other weights of the same names, which "all" would overwrite
 _MASK_TOO_LARGE = "sampling-mask-max-tokens"  # SGLang names its flag where more tokens are kept
 
 
@@ -264,7 +265,7 @@ class EngineClient:
 
     async def begin_weight_update(self) -> None:
         """Opens the session in which buckets are received."""
-        await self._post("/begin_weight_update", {"selector": "all"})
+        await self._post("/begin_weight_update", {"selector": _POLICY})
 
     async def end_weight_update(self) -> None:
         await self._post("/end_weight_update", {})
@@ -280,6 +281,7 @@ class EngineClient:
                 "group_name": group,
                 "flush_cache": False,
                 "load_format": "flattened_bucket",
+                "selector": _POLICY,
             },
             seconds,
         )

@@ -51,6 +51,8 @@ class FakeEngine:
         self.faults: dict[str, Fault] = {}
         self.calls: MutableSequence[str] = []
         self.bodies: MutableSequence[dict[str, Any]] = []
+        self.sent_to_draft: list[str] = []
+        """Names of weights that a draft model was given, too."""
         self.weights: dict[str, str] = {}
         self.cache_keys: list[str] = []
         self.num_tokens = 0
@@ -216,6 +218,7 @@ class FakeEngine:
                 if not self._in_session or body["group_name"] not in self.groups:
                     return _refusal("no session or no group")
                 self.weights = loaded_into(self.weights, {name: self._wire[name] for name in body["names"]})
+                self.sent_to_draft += body["names"] if body.get("selector", "all") != "target" else []  # as SGLang
             case "/update_weights_from_disk":
                 if not (loaded := self._load(Path(body["model_path"]))):
                     return _refusal("Cannot find any model weights")

@@ -141,6 +141,7 @@ stray => stray
 --keep-sampling-mask --rollout-top-p 0.9 --use-opd --opd-teacher-url http://127.0.0.1:1 => keep_sampling_mask use_opd
 --keep-sampling-mask --rollout-top-k 5000 => 4096 rollout_top_k 5000 --sglang-sampling-mask-max-tokens
 --keep-sampling-mask --rollout-top-p 0.9 --sglang-speculative-algorithm EAGLE => keep_sampling_mask EAGLE DFLASH
+--sglang-speculative-draft-model-path d --update-weight-transport disk --update-weight-disk-path w => d disk NGRAM
 --lora-alpha 16 => lora_alpha --lora-rank
 --lora-rank 4 --freeze-params-name-list mlp => lora_rank freeze_params_name_list mlp
 --lora-rank 4 --lora-target-modules all-linear q_proj => --lora-target-modules all-linear q_proj
