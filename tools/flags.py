@@ -18,7 +18,7 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
-from headrace.job.megatron.arguments import DESCRIBED
+from headrace.job.megatron import DESCRIBED
 from headrace.job.option import ALIASES, Arity, Option, options
 from headrace.limits import syntax_tree
 

@@ -1,6 +1,6 @@
-"""Writes headrace/job/megatron/fields.json from Megatron-core's sources, oldest version first.
+"""Writes headrace/job/megatron_fields.json from Megatron-core's sources, oldest version first.
 
-    python tools/megatron_fields.py 0.16=…/megatron/core 0.19=…/megatron/core > headrace/job/megatron/fields.json
+    python tools/megatron_fields.py 0.16=…/megatron/core 0.19=…/megatron/core > headrace/job/megatron_fields.json
 
 Sources are parsed, not imported: 0.19 needs a newer Python than the development machine has.
 """

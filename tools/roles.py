@@ -1,4 +1,4 @@
-"""The table of roles in docs/security.md, from headrace/rpc/roles.py.
+"""The table of roles in docs/security.md, from headrace/rpc/access.py.
 
 python -m tools.roles            refuses a table that is stale
 python -m tools.roles --write    writes it
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.rpc.roles import ALLOWED, Role
+from headrace.rpc.access import ALLOWED, Role
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "security.md"
 _BEGIN = "<!-- written by python -m tools.roles --write -->\n"

@@ -23,8 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from headrace.disk import atomic_write, file_lock
 from headrace.errors import ConfigError
-from headrace.rpc.access import urn_of
-from headrace.rpc.roles import Role
+from headrace.rpc.access import Role, urn_of
 from headrace.rpc.tls import SERVICE_NAME, TlsFolder
 
 _AUTHORITY_DAYS = 3650

@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 from rich.console import Console
 
 from headrace.job.load.load import load
-from headrace.job.megatron.arguments import DESCRIBED
+from headrace.job.megatron import DESCRIBED
 from headrace.job.option import Arity, Option, options
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job

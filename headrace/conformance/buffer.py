@@ -128,6 +128,7 @@ def completed_sample(lease: pb.GroupLease, index: int, policy_version: int, rewa
 
 
 def complete_put(lease: pb.GroupLease, policy_version: int | None = None, *, reward: float = 1.0) -> pb.GroupPut:
+    """All samples of a lease, by its own policy version unless another one is given."""
     version = lease.policy_version if policy_version is None else policy_version
     samples = [completed_sample(lease, index, version, reward).pack() for index in range(lease.n_samples)]
     return pb.GroupPut(

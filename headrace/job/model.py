@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import ARCHITECTURAL, MegatronArgs
+from headrace.job.megatron import ARCHITECTURAL, MegatronArgs
 from headrace.job.schema.training import ALL_LINEAR
 from headrace.models.architecture import (
     Architecture,
@@ -356,6 +356,12 @@ def adapted_names(architecture: Architecture, wanted: Sequence[str]) -> list[str
 
 def check_served_adapters(architecture: Architecture, wanted: Sequence[str]) -> None:
     """Raises ConfigError for adapters that engines cannot serve beside their weights."""
+    if architecture.vision is not None:
+        raise ConfigError(
+            "update_weight_transport adapter with a model that reads images has not been tried: leave it out, and "
+            "engines get merged weights",
+            field="update_weight_transport",
+        )
     for tensor in adapted_layers(architecture, wanted):
         is_expert = "expert" in tensor.name
         if is_expert or last_word(tensor.name) not in _SERVED_BESIDE:

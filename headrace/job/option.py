@@ -16,7 +16,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.job.names import MEGATRON, SLIME
 from headrace.job.schema.job import Job
 from headrace.job.schema.section import Section

@@ -23,9 +23,8 @@ from headrace.launch.specs import SERVICES, address_in, address_of, addressed, f
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
 from headrace.process.guard import orphaned_guards
 from headrace.process.linux import identity_of, kill_descendants
-from headrace.rpc.access import Tokens
+from headrace.rpc.access import Role, Tokens
 from headrace.rpc.client import token_of
-from headrace.rpc.roles import Role
 from headrace.rpc.tls import use_tls
 from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, number_of, service_of
 

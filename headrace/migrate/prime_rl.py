@@ -9,8 +9,7 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.job.schema.section import literal
-from headrace.migrate.moved import Migration
-from headrace.migrate.table import Table, Values, flags_of, leaves
+from headrace.migrate.table import Migration, Table, Values, flags_of, leaves
 
 _PROCESSES = ("orchestrator", "trainer", "inference")
 

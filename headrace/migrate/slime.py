@@ -9,8 +9,7 @@ from pathlib import Path
 from headrace.errors import InvalidArgument
 from headrace.job.names import MEGATRON, SLIME
 from headrace.migrate.bash import DECIDED_LATER, read_script
-from headrace.migrate.moved import Migration
-from headrace.migrate.table import Table, flags_of, unknown_value
+from headrace.migrate.table import Migration, Table, flags_of, unknown_value
 
 _SYNCHRONOUS, _ASYNCHRONOUS = "train.py", "train_async.py"
 _FUNCTIONS = ("--custom-", "--rollout-function-path", "--eval-function-path", "--data-source-path", "--rollout-data-")

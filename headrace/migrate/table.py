@@ -1,4 +1,4 @@
-"""A project's settings and what becomes of them here: PROJECT.toml in this folder."""
+"""A project's settings, what becomes of them here (PROJECT.toml in this folder), and the job that comes of it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,197 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from headrace.errors import FailedPrecondition, InvalidArgument
+import tomli_w
+
+from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
+from headrace.job.load.load import load, read
+from headrace.job.rules.scope import scope_of_check
+from headrace.job.schema.job import toml_value
+from headrace.job.schema.placement import PlacementSection
 from headrace.migrate.bash import COMPUTED, DECIDED_LATER, script_text
-from headrace.migrate.moved import Migration
+
+State = Literal["carried", "changed", "no counterpart"]
+
+_ANY_MODEL = ("--hf-checkpoint", "MODEL")
+"""A job needs one before anything else of it can be checked."""
+_NEEDED = ("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--n-samples-per-prompt")
+"""A job without them is not the one that was meant, so a rule that they break refuses it."""
+_SECRET = re.compile(r"((?:token|secret|password|(?:api|wandb)[-_]key)['\"]?[:= ]+)\S.*", re.IGNORECASE | re.DOTALL)
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_PER_ENGINE = "--rollout-num-gpus-per-engine"
+_GPUS_OF_A_MACHINE = 8
+_MISSING = "not given"
+"""In a refusal of a job that lacks something: what it names is not too much."""
+_LEAVE_OUT = re.compile(r"[Ll]eave (--[\w-]+) out")
+_REACHED = ("--service-host", "HOST", "--tls-dir", "tls")
+_REPLACE = "replace HOST by the address of the first machine, and make the folder tls with `headrace certs`"
+_REPLACE_ALL = (
+    "replace SHARED by a folder that all machines see, and start a rollout service on each HOST-k: docs/placement.md"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A setting of the source. `words` are the flags that it becomes here; `note` says what to know or to do."""
+
+    source: str
+    state: State
+    words: Sequence[str] = ()
+    note: str = ""
+
+    @property
+    def line(self) -> str:
+        """For the list of what is not simply carried."""
+        here = f" -> {' '.join(self.words)}" if self.words and self.state == "changed" else ""
+        return _printable(f"{self.source}{here}{f': {self.note}' if self.note else ''}")
+
+
+@dataclass
+class Migration:
+    """Collects settings in the order of the source."""
+
+    origin: str
+    moved: list[Moved] = field(default_factory=list)
+
+    def carry(self, source: str, *words: str, note: str = "") -> None:
+        """A setting with the same meaning here. A value that headrace refuses is listed with its reason."""
+        self._take(source, "carried", words, note)
+
+    def change(self, source: str, *words: str, note: str) -> None:
+        """A setting that means something else here, or that becomes several."""
+        self._take(source, "changed", words, note)
+
+    def supervise(self, source: str) -> None:
+        words = ("--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--loss-mask-type", "qwen")
+        note = "rows are conversations; --loss-mask-type names the template's marks"
+        self.change(source, *words, "--input-key", "messages", note=note)
+
+    def drop(self, source: str, why: str) -> None:
+        """A setting without counterpart."""
+        self._list(source, "no counterpart", (), why)
+
+    def _take(self, source: str, state: State, words: Sequence[str], note: str) -> None:
+        if names := sorted({name for word in words for name in _VARIABLE.findall(word)}):
+            words = [_VARIABLE.sub(r"\1", word) for word in words]
+            unset = f"set {', '.join(names)} before `headrace migrate`, or replace {'it' if not names[1:] else 'them'}"
+            state, note = "changed", f"{note}; {unset}" if note else unset
+        if (refusal := _refusal(tuple(words))) is not None:
+            self.drop(source, refusal)
+        else:
+            self._list(source, state, words, note)
+
+    def _list(self, source: str, state: State, words: Sequence[str], note: str) -> None:
+        """Without the value of a key, because the list is shown and kept."""
+        self.moved.append(Moved(_printable(_SECRET.sub(r"\1…", source)), state, words, _printable(note)))
+
+    @property
+    def words(self) -> list[str]:
+        """The flags of the whole job; of one that is set twice the last counts, as on a command line."""
+        return [word for setting in self.moved for word in setting.words]
+
+    def settle(self) -> str | None:
+        """Gives up settings that a rule of headrace refuses together with the others, with the rule's message.
+
+        Returns why the job is refused after that; None if `headrace check --elsewhere` takes it.
+        """
+        try:
+            self._place(read(None, self.words, {}).placement)
+        except ConfigError as error:
+            return error.message
+        while True:
+            try:
+                load(None, self.words, {}, lambda job: scope_of_check(job, elsewhere=True))
+            except ConfigError as error:
+                number = None if _MISSING in error.message else self._named_in(error.message)
+                if number is None:
+                    return error.message
+                refused = self.moved[number]
+                self.moved[number] = Moved(refused.source, "no counterpart", note=_printable(error.message))
+            else:
+                return None
+
+    def _named_in(self, refusal: str) -> int | None:
+        """The setting that a refusal says to leave out, or the first that it names."""
+        advised = _LEAVE_OUT.search(refusal)
+        for text in [advised[1], refusal] if advised else [refusal]:
+            places = {
+                number: place
+                for number, setting in enumerate(self.moved)
+                if not set(setting.words) & set(_NEEDED)
+                for word in setting.words
+                if word.startswith("--") and (place := _place(word, text)) is not None
+            }
+            if places:
+                return min(places, key=lambda number: places[number])
+        return None
+
+    def _place(self, placement: PlacementSection) -> None:
+        """The engines have GPUs for one at least. Machines have addresses."""
+        wanted, most = placement.rollout_num_gpus_per_engine, max(placement.actor_num_gpus_per_node, _GPUS_OF_A_MACHINE)
+        if wanted > most and placement.colocate:
+            note = "an engine that takes turns with ranks is on one machine"
+            self.moved = [
+                Moved(setting.source, "changed", (_PER_ENGINE, str(most)), note)
+                if _PER_ENGINE in setting.words
+                else setting
+                for setting in self.moved
+            ]
+        elif wanted > most and "--num-gpus-per-node" not in self.words:
+            self.change("machines of an engine", "--num-gpus-per-node", str(most), note="the GPUs of a machine")
+        if wanted > 1 and not placement.colocate and "--rollout-num-gpus" not in self.words:
+            gpus = str(wanted)
+            self.change("GPUs of the engines", "--rollout-num-gpus", gpus, note="one engine; give more for more")
+        if placement.actor_num_nodes < 2:
+            return
+        where, common = f"{placement.actor_num_nodes} machines", ("--placement", "ray", *_REACHED)
+        if placement.colocate:
+            hosts = ",".join(f"HOST-{number}:7002" for number in range(placement.actor_num_nodes))
+            words = (*common, "--rollout-address", hosts, "--update-weight-disk-path", "SHARED")
+            self.change(f"{where}, shared by training and rollouts", *words, note=f"{_REPLACE}; {_REPLACE_ALL}")
+        else:
+            self.change(where, *common, "--rollout-placement", "ray", note=_REPLACE)
+
+    def toml(self, refusal: str | None = None) -> str:
+        """The job's file: its settings by section, and above them what a person has to know.
+
+        Raises ConfigError where the source names no model.
+        """
+        tree = read(None, self.words, {}).model_dump(mode="python", exclude_unset=True, exclude_none=True)
+        tables = {section: toml_value(table) for section, table in tree.items() if table}
+        head = [f"From {_printable(self.origin)}, by `headrace migrate`."]
+        head += [] if refusal is None else [f"`headrace check` refuses it: {_printable(refusal)}"]
+        head += [f"{moved.state}: {moved.line}" for moved in (*self.of("changed"), *self.of("no counterpart"))]
+        return "".join((*(f"# {line}\n" for line in head), "\n", tomli_w.dumps(tables)))
+
+    def of(self, state: State) -> list[Moved]:
+        return [setting for setting in self.moved if setting.state == state]
+
+
+@lru_cache(4096)
+def _refusal(words: tuple[str, ...]) -> str | None:
+    try:
+        read(None, [*_ANY_MODEL, *words], {})
+    except ConfigError as error:
+        return error.message.removeprefix(f"{words[0]} is not a flag of headrace: ")
+    return None
+
+
+def _printable(text: str) -> str:
+    """One line that a terminal and a TOML comment take."""
+    return "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
+
+
+def _place(flag: str, text: str) -> int | None:
+    """Where a text names a flag or its option."""
+    name = flag.removeprefix("--")
+    option = re.escape(name.replace("-", "_"))
+    found = re.search(rf"--{re.escape(name)}(?![\w-])|(?<![\w-]){option}\b", text)
+    return None if found is None else found.start()
+
 
 UNKNOWN = object()
 """The value of a setting that a script computes."""

@@ -13,8 +13,7 @@ from headrace.errors import InvalidArgument
 from headrace.job.schema.section import literal
 from headrace.limits import syntax_tree
 from headrace.migrate.bash import DECIDED_LATER, read_script, script_text
-from headrace.migrate.moved import Migration
-from headrace.migrate.table import UNKNOWN, Table, Values, flags_of, parsed_yaml, unknown_value
+from headrace.migrate.table import UNKNOWN, Migration, Table, Values, flags_of, parsed_yaml, unknown_value
 
 _TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "AsyncGRPOTrainer")
 _CONFIGS = ("GRPOConfig", "RLOOConfig", "SFTConfig", "AsyncGRPOConfig")

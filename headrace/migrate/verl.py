@@ -9,8 +9,7 @@ from typing import Any
 from headrace.errors import InvalidArgument
 from headrace.job.schema.section import literal
 from headrace.migrate.bash import COMPUTED, DECIDED_LATER, UNSET, read_script
-from headrace.migrate.moved import Migration
-from headrace.migrate.table import Table, Values, leaves, parsed_yaml
+from headrace.migrate.table import Migration, Table, Values, leaves, parsed_yaml
 
 _PROGRAMS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main", "main_ppo.py")
 _MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"

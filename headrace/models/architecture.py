@@ -51,6 +51,8 @@ class Windows:
     """So many tokens, the asking one among them."""
     layers: Sequence[int]
     """Counted from 0."""
+    rotary_base: float | None = None
+    """They turn by plain frequencies of this base; None: like the other layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,11 @@ class Architecture:
     normalization: str
     swiglu: bool
     qk_layernorm: bool
+    qk_norm_over_heads: bool
+    """The norm of queries is over all heads together, and so is the norm of keys; else over each head."""
     add_qkv_bias: bool
+    pre_norms: bool
+    """Norms before attention and MLP."""
     post_norms: bool
     """Norms behind attention and MLP too, before the residual is added."""
     unrotated_layers: Sequence[int]
@@ -174,7 +180,8 @@ class Architecture:
 
 def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
     """A dense Llama-like decoder; `particular` are the fields in which the family differs."""
-    _require_whole_attention(raw)
+    if "windows" not in particular:
+        _require_whole_attention(raw)
     heads = raw["num_attention_heads"]
     rope = rope_parameters(raw)
     fields: dict[str, Any] = {
@@ -194,11 +201,13 @@ def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
         "normalization": "RMSNorm",
         "swiglu": _is_swiglu(raw),
         "qk_layernorm": False,
+        "qk_norm_over_heads": False,
         "add_qkv_bias": bool(raw.get("attention_bias", False)),
+        "pre_norms": True,
         "post_norms": False,
         "unrotated_layers": (),
         "untie_embeddings_and_output_weights": not raw.get("tie_word_embeddings", False),
-        "rope_scaling": llama3_rope(raw),
+        "rope_scaling": None if "rope_scaling" in particular else llama3_rope(raw),
         "experts": None,
         "windows": None,
         "attention_sinks": False,
@@ -275,7 +284,19 @@ def _require_whole_attention(raw: Mapping[str, Any]) -> None:
     windowed = [number for number, kind in enumerate(raw.get("layer_types") or ()) if kind != "full_attention"]
     if windowed or raw.get("use_sliding_window"):
         which = f"layer {windowed[0]} is {raw['layer_types'][windowed[0]]!r}" if windowed else "use_sliding_window true"
-        raise ConfigError(f"{which}: headrace trains windows in gpt_oss only")
+        raise ConfigError(f"{which}: headrace trains windows in gpt_oss and olmo3 only")
+
+
+def read_windows(raw: Mapping[str, Any], full_every: int, rotary_base: float | None = None) -> Windows | None:
+    """Layers with windows: those that the config names, else all but every `full_every`-th."""
+    if raw.get("sliding_window") is None:
+        return None
+    layers = range(raw["num_hidden_layers"])
+    kinds = raw.get("layer_types") or [
+        "sliding_attention" if (layer + 1) % full_every else "full_attention" for layer in layers
+    ]
+    within = tuple(layer for layer in layers if kinds[layer] == "sliding_attention")
+    return Windows(raw["sliding_window"], within, rotary_base)
 
 
 def _is_swiglu(raw: Mapping[str, Any]) -> bool:

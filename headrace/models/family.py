@@ -177,7 +177,11 @@ def attention(a: Architecture, hf: str) -> list[Row]:
         biases = tuple(HfTensor(f"{n}.bias", (size,)) for n, size in zip(names, sizes, strict=True))
         rows.append(Row("self_attention.linear_qkv.bias", biases, qkv))
     if a.qk_layernorm:
-        rows += [norm(f"self_attention.{p}_layernorm", f"{hf}.self_attn.{p}_norm", a.kv_channels) for p in "qk"]
+        widths = sizes if a.qk_norm_over_heads else [a.kv_channels] * 2
+        rows += [
+            norm(f"self_attention.{p}_layernorm", f"{hf}.self_attn.{p}_norm", width)
+            for p, width in zip("qk", widths, strict=False)
+        ]
     output = (a.hidden_size, a.num_attention_heads * a.kv_channels)
     rows.append(one("self_attention.linear_proj.weight", f"{hf}.self_attn.o_proj.weight", output, Split(1)))
     if a.add_bias_linear:
@@ -235,10 +239,20 @@ def linear_attention(a: Architecture, linear: LinearAttention, hf: str) -> list[
     ]
 
 
-def mlp(a: Architecture, megatron: str, hf: str, width: int, expert: int | None = None) -> list[Row]:
-    """A gated MLP of `width`."""
-    halves = tuple(HfTensor(f"{hf}.{part}_proj.weight", (width, a.hidden_size)) for part in ("gate", "up"))
-    down = (HfTensor(f"{hf}.down_proj.weight", (a.hidden_size, width)),)
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def mlp(
+    a: Architecture,
+    megatron: str,
+    hf: str,
+    width: int,
+    expert: int | None = None,
+    names: tuple[str, str, str] = MLP_NAMES,
+) -> list[Row]:
+    """A gated MLP of `width`; `names` are those of gate, up and down."""
+    halves = tuple(HfTensor(f"{hf}.{name}.weight", (width, a.hidden_size)) for name in names[:2])
+    down = (HfTensor(f"{hf}.{names[2]}.weight", (a.hidden_size, width)),)
     return [
         Row(f"{megatron}.linear_fc1.weight", halves, GateUp(), expert),
         Row(f"{megatron}.linear_fc2.weight", down, Split(1), expert),

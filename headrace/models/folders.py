@@ -134,7 +134,7 @@ def _block(folder: Path, quantization: Mapping[str, Any]) -> tuple[int, int]:
         f"quant_method {method!r}"
         if method != "fp8"
         else f"fmt {quantization['fmt']!r}"
-        if quantization.get("fmt", "e4m3") != "e4m3"
+        if quantization.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn")
         else f"weight_block_size {block!r}"
         if not is_square
         else f"activation_scheme {scheme!r}"

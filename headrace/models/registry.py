@@ -19,7 +19,9 @@ from headrace.models.families import (
     glm4_moe_lite,
     gpt_oss,
     llama,
+    minimax_m2,
     mistral,
+    olmo3,
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
@@ -31,14 +33,17 @@ from headrace.models.families import (
 )
 from headrace.models.family import Family, Preset, Table
 
-_SPARSE = "its sparse attention (an indexer that chooses the keys) is not built"
+_SPARSE = (
+    "an indexer chooses the keys that its attention sees (DSA), which is not built, and with dense attention it would "
+    "be another model"
+)
 _IMAGES = (
     "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL, and Qwen3.5 on text"
 )
 _DEEPSTACK = (
     "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
 )
-_WINDOWS = "it attends within windows, which headrace trains in gpt_oss only"
+_WINDOWS = "it attends within windows, which headrace trains in gpt_oss and olmo3 only"
 
 WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "kimi_linear": ("its linear attention has a decay for each channel, which is not built", ("qwen3_next", "kimi_k2")),
@@ -59,7 +64,6 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gemma2": (_WINDOWS, ("llama",)),
     "gemma3": (_WINDOWS, ("llama",)),
     "gemma3_text": (_WINDOWS, ("llama",)),
-    "olmo3": (_WINDOWS, ("llama",)),
 }
 _NEAREST = 3
 _LIKE = 0.4
@@ -94,6 +98,8 @@ FAMILIES: Sequence[Family] = (
     glm4_moe_lite.FAMILY,
     deepseek_v3.FAMILY,
     gpt_oss.FAMILY,
+    olmo3.FAMILY,
+    minimax_m2.FAMILY,
 )
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 

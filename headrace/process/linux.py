@@ -39,13 +39,6 @@ def descendants(pid: int) -> list[int]:
     return []
 
 
-def parent_of(pid: int) -> int:
-    """0 for a process that has ended, or that nobody here has started."""
-    with suppress(psutil.NoSuchProcess):
-        return int(psutil.Process(pid).ppid())
-    return 0
-
-
 def kill_descendants() -> None:
     """Kills every process below this one, and adopts and kills those that are orphaned by it."""
     adopt_orphans()

@@ -22,7 +22,7 @@ _GRPC = "grpc._cython.cygrpc"
 cygrpc = import_module(_GRPC)  # it has no stubs
 
 
-def configure_logging(service: str, *, run: str | None = None, level: str = "INFO") -> None:
+def configure_logging(service: str, *, run: str | None = None) -> None:
     """Call it at the start of a process. Every line carries `service`, and `run` if it is given."""
     constants = {"service": service} | ({"run": run} if run else {})
 
@@ -41,7 +41,7 @@ def configure_logging(service: str, *, run: str | None = None, level: str = "INF
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(sort_keys=False),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unfailing(sys.stderr))),
     )
 

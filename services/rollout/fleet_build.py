@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.job.engine_shape import engine_shapes
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron import megatron
 from headrace.job.model import adapted_names
 from headrace.job.rules.machines import plan_on
 from headrace.job.rules.training import mask_tokens
@@ -64,7 +64,13 @@ def engine_parts(
     """Starts nothing."""
     timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
     request_seconds = job.rollout.generate_timeout_seconds + GRACE_SECONDS
-    router = Router(job.rollout, log_dir / "router.log", request_seconds=request_seconds, timing=timing)
+    router = Router(
+        job.rollout,
+        log_dir / "router.log",
+        request_seconds=request_seconds,
+        timing=timing,
+        divides_requests=job.placement.divides_requests,
+    )
     client = EngineClient(
         router.url,
         routed_experts=job.train.use_rollout_routing_replay,
@@ -142,7 +148,7 @@ def _on_its_machine(
 def slots_of(job: Job) -> SlotOf:
     """The slots of the job's engine groups, one after the other; what comes after them is of the last group."""
     slots = [
-        EngineSlot(shape, group.name if group else "")
+        EngineSlot(shape, group.name, group.worker_type) if group else EngineSlot(shape)
         for shape, group in zip_longest(engine_shapes(job), _group_of_each(job))
     ]
     return lambda number: _of(slots, number)
@@ -160,7 +166,7 @@ def slot_options(job: Job, *, seed: int | None = None) -> Callable[[int], Engine
         by_group[group.name] = replace(
             options,
             shape=shapes[first_engine],
-            sglang={**options.sglang, **group.overrides},
+            sglang={**options.sglang, **group.arguments},
             first_engine=first_engine,
             first_gpu=first_gpu,
         )

@@ -298,6 +298,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             max_groups_in_flight=parts.producer.max_groups_in_flight,
             requests=[requests_to_proto(parts.slots.shares, kind) for kind in Kind],
             memory_released=parts.engine_memory is not None and parts.engine_memory.is_trainers,
+            adapters=parts.receiver.adapters.held,
         )
 
     async def ScaleFleet(self, request: pb.ScaleFleetRequest, context: Context) -> pb.ScaleFleetResponse:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import FailedPrecondition, HeadraceError
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron import megatron
 from headrace.job.schema.job import Job, read_job
 from headrace.models.folders import HUGGING_FACE, PEFT
 from headrace.models.registry import read_architecture

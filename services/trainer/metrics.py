@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.hooks.convert import cache_and_speculation
 from headrace.job.schema.run import TrackingSection
 from headrace.job.schema.training import TrainSection
+from headrace.trajectory import Sample
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.planning import ModelFlops
 
@@ -271,3 +273,18 @@ class TeacherDistance:
         total, tokens = self._sums.tolist()
         self._sums.zero_()
         return {"opd/kl": total / max(tokens, 1.0)}
+
+
+def accepted_drafts(samples: Iterable[Sample], device: torch.device) -> dict[str, float]:
+    """Collective: how speculative decoding did over the samples of all ranks; {} where no engine has verified drafts.
+
+    Ranks that have the same samples weigh alike, so ratios of sums over all ranks are the batch's.
+    """
+    counts = [cache_and_speculation(sample)[0] for sample in samples]
+    rows = [(c.completion_token_num, c.spec_verify_ct, c.spec_accept_token_num, c.spec_draft_token_num) for c in counts]
+    sums = torch.tensor([(0, 0, 0, 0), *rows], dtype=torch.float64, device=device).sum(0)
+    dist.all_reduce(sums)
+    tokens, verifications, accepted, drafts = sums.tolist()
+    if not verifications:
+        return {}
+    return {"spec_accept_length": tokens / verifications, "spec_accept_rate": accepted / max(drafts, 1.0)}

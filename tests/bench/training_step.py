@@ -23,7 +23,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.job.schema.job import Job
 from headrace.models.registry import read_architecture
 from headrace.trajectory import Sample, Status

@@ -19,8 +19,9 @@ from pathlib import Path
 from headrace.cli.commands.ledger import audited
 from headrace.client.buffer import BufferClient
 from headrace.ledger_tools.audit_run import described
-from headrace.process.linux import descendants, parent_of, runs
+from headrace.process.linux import descendants, runs
 from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.leftovers import parent_of
 from tests.support.processes.stand_in_run import StandInRun
 
 _FLAGS = ("--num-rollout", "1000000", "--save-interval", "4", "--use-fault-tolerance")

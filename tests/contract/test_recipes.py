@@ -241,11 +241,11 @@ RPC = Recipe(
             "        count: int = (await answer).count\n"
             "        return count\n",
         ),
-        ("headrace/rpc/roles.py", '        "Score": _ASKS,\n', '        "GetCount": _LOOKS,\n'),
+        ("headrace/rpc/access.py", '        "Score": _ASKS,\n', '        "GetCount": _LOOKS,\n'),
     ),
     shown="""
 from headrace.api.reward.v1 import reward_pb2
-from headrace.rpc.roles import Role, roles_of
+from headrace.rpc.access import Role, roles_of
 print("ok" if Role.VIEWER in roles_of("headrace.api.reward.v1.RewardService", "GetCount") else "")
 """,
 )

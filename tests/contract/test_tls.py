@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.cli.authority import issue_client, issue_service
 from headrace.errors import ConfigError
 from headrace.launch.health import is_serving
+from headrace.rpc.access import Role
 from headrace.rpc.client import connect
-from headrace.rpc.roles import Role
 from headrace.rpc.server import RpcServer
 from headrace.rpc.tls import VARIABLE, TlsFolder, endpoint_context, listening_context
 from tests.support.refusals import refused

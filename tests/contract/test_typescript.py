@@ -25,10 +25,9 @@ from headrace.conformance.checks import results
 from headrace.conformance.reward import CHECKS, RewardSubject
 from headrace.hooks import section_args
 from headrace.job.schema.services import RewardSection
-from headrace.rpc.access import Tokens, add_token
+from headrace.rpc.access import Role, Tokens, add_token
 from headrace.rpc.client import connect
 from headrace.rpc.net import free_port
-from headrace.rpc.roles import Role
 from headrace.rpc.server import Listen
 from headrace.rpc.tls import TlsFolder
 from headrace.trajectory import Sample

@@ -48,6 +48,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": LATENTS_OF_ENGINES,
     "moonlight": LATENTS_OF_ENGINES | {"rms_norm_eps": 1e-6},  # SGLang takes it for the norms of latents, too
     "kimi_k2": LATENTS_OF_ENGINES,
+    "olmo3": {},
+    "minimax_m2": {"intermediate_size": 64},  # of an expert
 }
 BOUND = 1e-4
 

@@ -139,6 +139,7 @@ REFUSED: Sequence[tuple[str, str]] = (
     ("--gradient-checkpointing", "--recompute-granularity"),
     ("--attn-implementation flash_attention_3", "--attention-backend"),
     ("--megatron-to-hf-mode bridge", "headrace's own tables"),
+    ("--model-provider bridge", "megatron-bridge is not supported"),
     ("--enable-mtp-training", "not trained"),
     ("--data-pad-size-multiplier 4096", "as the layout needs"),
     ("--log-probs-chunk-size 1024", "within a fixed memory"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.view.data import Value, script, step_name
-from headrace.view.folder import DATA, INDEX, STATIC
+from headrace.view.server import DATA, INDEX, STATIC
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)><b>bold</b> \u2028\u2029 \u202eright\u202c "

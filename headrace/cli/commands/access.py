@@ -9,8 +9,7 @@ import click
 
 from headrace.cli.arg_types import PATH, Group, json_option, print_json
 from headrace.errors import ConfigError
-from headrace.rpc.access import add_token, revoke_token, tokens_in
-from headrace.rpc.roles import OF_CLIENTS, Role, role_named
+from headrace.rpc.access import OF_CLIENTS, Role, add_token, revoke_token, role_named, tokens_in
 from headrace.rpc.tls import OPERATOR
 
 _DAYS = 365

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +21,16 @@ from rich.table import Table
 from headrace.cli.arg_types import COUNT, PATH, Group, json_option, print_json
 from headrace.cli.commands.jobs import train_words
 from headrace.cli.job_arguments import JobCommand, load_job
+from headrace.cli.runs import find_run
 from headrace.disk import atomic_write
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
-from headrace.run_folder import RunFolder
+from headrace.launch.health import is_serving
+from headrace.run_folder import ROLLOUT, RunFolder
 
 _AGENT = "headrace.environments.verifiers.run"
 _REWARD = "reward"
 _END_SECONDS = 30.0
+_POLL_SECONDS = 0.2
 
 _settings = click.option(
     "--set",
@@ -131,7 +137,7 @@ def _there(python: str, words: Sequence[str]) -> int:
 @contextmanager
 def _host(python: str, run: RunFolder) -> Iterator[None]:
     """An agent host that begins once the run serves, and ends with the block."""
-    host = subprocess.Popen([python, "-m", "headrace.cli.environment_host", str(run.path)], start_new_session=True)
+    host = subprocess.Popen([python, "-m", "headrace.cli.commands.env", str(run.path)], start_new_session=True)
     try:
         yield
     finally:
@@ -162,3 +168,30 @@ def _tree(settings: Sequence[str]) -> dict[str, Any]:
                 raise InvalidArgument(f"--set {each}: {part} has a value already")
         into[last] = value
     return tree
+
+
+def wait_for(run: RunFolder, starter: int) -> bool:
+    """Returns True once the run's rollout service serves, False when the starter ended before."""
+    while os.getppid() == starter:
+        if run.services_file.is_file():
+            entry = find_run(str(run.path)).running_services().get(ROLLOUT)  # with the run's certificates
+            if entry is not None and asyncio.run(is_serving(entry.address)):
+                return True
+        time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _host_agents(folder: RunFolder) -> int:
+    """`PYTHON -m headrace.cli.commands.env RUN`: an agent host that begins with its run; its log is agents.log."""
+    from headrace.cli.main import main
+
+    if not wait_for(folder, os.getppid()):
+        return 0
+    with (folder.logs / "agents.log").open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    return main(["agent", str(folder.path)])
+
+
+if __name__ == "__main__":
+    sys.exit(_host_agents(RunFolder(Path(sys.argv[1]))))

@@ -19,8 +19,7 @@ from headrace.errors import ConfigError, FailedPrecondition, HeadraceError
 from headrace.launch.buffer_of_run import buffer_of_run
 from headrace.run_folder import RunFolder
 from headrace.view.data import LedgerCounts, RunData
-from headrace.view.folder import INDEX, write_page
-from headrace.view.server import PageServer
+from headrace.view.server import INDEX, PageServer, write_page
 
 _PORT = 7010
 _STREAM = "train"

@@ -51,6 +51,7 @@ _PARTS: Mapping[str, tuple[str, str]] = {
     "entropy": ("entropy", ".3f"),
     "grad_norm": ("gradient norm", ".3g"),
     "response_length/mean": ("tokens a response", ".1f"),
+    "spec_accept_length": ("tokens a verification of drafts", ".2f"),
     "tokens_per_second": ("tokens/s", ".0f"),
     "time/step_seconds": ("seconds", ".1f"),
 }

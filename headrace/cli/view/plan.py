@@ -21,7 +21,7 @@ from headrace.cli.view.lines import print_no_wrap
 from headrace.devices import DevicePlan, DeviceShare, gpu_memory_bytes, num_gpus
 from headrace.job.engine_shape import EngineShape, engine_shapes
 from headrace.job.eval_sets import eval_sets
-from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
+from headrace.job.megatron import OPTIMIZER_ON_GPU, megatron
 from headrace.job.model import adapted_layers
 from headrace.job.rules.files import where_code_runs
 from headrace.job.rules.machines import cluster_plan, device_plan
@@ -258,7 +258,8 @@ def _engines_of_each(job: Job) -> int:
 
 def _group(group: EngineGroup, shape: EngineShape) -> str:
     own = ", ".join(f"{name} {value}" for name, value in group.overrides.items()) or "the job's arguments"
-    return f"{group.name}: {_count(group.count, 'engine')} of {shape}, {own}"
+    kind = f"{group.worker_type} engine" if group.is_part else "engine"
+    return f"{group.name}: {_count(group.count, kind)} of {shape}, {own}"
 
 
 def _weights(job: Job) -> str:
@@ -285,9 +286,10 @@ def _way(job: Job) -> str:
     each = "a version's size is unknown here" if size is None else f"{gigabytes(size)} a version"
     if publish.update_weight_transport == "ipc":
         return f"through shared memory in {folder}: {each}, and two versions lie there"
+    what = "adapters alone, no engine stands still, " if publish.update_weight_transport == "adapter" else ""
     return (
-        f"through files in {folder}, which trainer and engines must see: {each}, and two versions lie there during a "
-        f"publication{changed}"
+        f"{what}through files in {folder}, which trainer and engines must see: {each}, and two versions lie there "
+        f"during a publication{changed}"
     )
 
 
@@ -477,8 +479,11 @@ def gigabytes(size: float) -> str:
 
 
 def version_bytes(job: Job) -> int | None:
-    """Bytes of all weights as they are published; None when this machine knows nothing of the model."""
+    """Bytes of all that is published; None when this machine knows nothing of the model."""
     weight, form = _BFLOAT16 if megatron(job.megatron).bf16 else _FLOAT32, BlockFp8.of(job.model.hf_checkpoint)
+    if job.publish.update_weight_transport == "adapter":
+        adapters = num_adapter_parameters(job)
+        return None if adapters is None else adapters * weight
     if form is None:
         parameters = num_parameters(job)
         return None if parameters is None else parameters * weight

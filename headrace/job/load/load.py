@@ -16,7 +16,7 @@ from headrace.hub import DatasetName, Tell, dataset_files, is_model_name, model_
 from headrace.job.load import flags
 from headrace.job.load.flags import UNSUPPORTED, option_value, parse_flags
 from headrace.job.load.resolve import resolve
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.job.option import ALIASES, Arity, Option, Setting, options
 from headrace.job.rules.rules import check
 from headrace.job.rules.scope import Scope

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.engine_shape import engine_shapes
 from headrace.job.hook_files import HOOK_LEAVES, completed
@@ -194,7 +195,8 @@ def _with_transport(job: Job) -> Job:
         and not placement.rollout_external_engine_addrs
     )
     needs_other = publish.update_weight_delta or publish.update_weight_rollback == "host"
-    if starts_all_here and not needs_other and _memory_holds(job.model.hf_checkpoint):
+    # From GPU to GPU a broadcast is direct, and files in memory would go through the host.
+    if starts_all_here and not num_gpus() and not needs_other and _memory_holds(job.model.hf_checkpoint):
         transport = "ipc"
     else:
         transport = "disk" if any(shape.pp_size > 1 for shape in engine_shapes(job)) else "collective"

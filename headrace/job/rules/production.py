@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 
 from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.engine_shape import engine_shapes
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron import megatron
 from headrace.job.names import PLACED_BY_US, SGLANG, SLIME, reason_of_each
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
@@ -32,6 +33,7 @@ def check_production(job: Job) -> None:
     _external_engines(job)
     _engine_groups(job)
     _engine_shapes(job)
+    _draft_model(job)
     metric = job.checkpoint.keep_best_metric
     if job.checkpoint.keep_best and metric.startswith("eval") and not job.eval.eval_exact_version:
         raise ConfigError(
@@ -113,8 +115,8 @@ def _check_argument(name: str, value: object, where: str = "") -> None:
 def _refused_argument(name: str, value: object) -> str | None:
     if name in SGLANG["ours"]:
         return f"cannot be given: {SGLANG['ours'][name]}"
-    if name in PLACED_BY_US or name.startswith("disaggregation_"):
-        default, why = PLACED_BY_US.get(name, (None, PLACED_BY_US["disaggregation_mode"][1]))
+    if name in PLACED_BY_US:
+        default, why = PLACED_BY_US[name]
         # The word `null` is read as None.
         if value is not None and not (type(value) is type(default) and value == default):
             return f"{value} cannot be given: leave it out, because {why}"
@@ -193,6 +195,10 @@ def _engine_groups(job: Job) -> None:
         if names.count(group.name) > 1:
             raise ConfigError(f"two engine groups are called {group.name}: rename one")
         _check_group(group)
+    if placement.divides_requests:
+        _divided_requests(job)
+    elif idle := [name for name in job.sglang if name.startswith("disaggregation_")]:
+        raise ConfigError(f"--sglang-{idle[0].replace('_', '-')} has no effect without prefill and decode groups")
     gpus = sum(group.count * group.size for group in groups)
     if groups and gpus != placement.rollout_num_gpus:
         parts = " + ".join(f"{group.name} {group.count * group.size}" for group in groups)
@@ -204,6 +210,17 @@ def _engine_groups(job: Job) -> None:
 
 def _are_here(job: Job) -> bool:
     return job.placement.rollout_placement == "local" and not job.placement.rollout_external_engine_addrs
+
+
+def _draft_model(job: Job) -> None:
+    """SGLang loads a folder into the draft model as well: weights of the same names take the place of its own."""
+    draft, transport = job.sglang.get("speculative_draft_model_path"), job.publish.update_weight_transport
+    if draft is not None and transport in ("disk", "ipc") and not job.debug.debug_rollout_only:
+        raise ConfigError(
+            f"--sglang-speculative-draft-model-path {draft} with update_weight_transport {transport}: SGLang would "
+            "load the policy's weights into the draft model. Pass --update-weight-transport collective, or use "
+            "--sglang-speculative-algorithm NGRAM"
+        )
 
 
 def _engine_shapes(job: Job) -> None:
@@ -229,6 +246,37 @@ def _engine_shapes(job: Job) -> None:
             )
 
 
+def _divided_requests(job: Job) -> None:
+    """What prefill and decode engines need, and what they cannot do."""
+    groups = job.placement.engine_groups
+    kinds = {group.worker_type for group in groups}
+    if kinds != {"prefill", "decode"}:
+        raise ConfigError(
+            f"engine groups of worker_type {' and '.join(sorted(kinds))}: each request needs a prefill and a decode "
+            "engine, and the router knows no others beside them: have groups of these two kinds alone"
+        )
+    if any(shape.nodes > 1 for shape in engine_shapes(job)):
+        raise ConfigError(
+            "prefill and decode engines on several machines each were never tried: choose a num_gpus_per_engine of one "
+            "machine"
+        )
+    mode, publishes = job.publish.update_weight_pause_mode, not job.debug.debug_rollout_only
+    if publishes and mode != "abort":
+        raise ConfigError(
+            f"update_weight_pause_mode {mode} with prefill and decode groups: SGLang would say of a response's first "
+            "token that it has the new weights, when the old ones made it: pass --update-weight-pause-mode abort"
+        )
+    for name, is_on in (
+        ("colocate", job.placement.colocate),
+        ("update_weight_transport adapter", job.publish.update_weight_transport == "adapter"),
+        ("use_rollout_routing_replay", job.train.use_rollout_routing_replay),
+        ("keep_sampling_mask", job.train.keep_sampling_mask),
+        ("multimodal_keys", bool(job.data.multimodal_keys)),
+    ):
+        if is_on:
+            raise ConfigError(f"{name} with prefill and decode groups was never tried: leave one of them out")
+
+
 def _check_group(group: EngineGroup) -> None:
     where = f"engine group {group.name}: "
     if (why := SLIME["workers"].get(group.worker_type)) is not None:
@@ -250,6 +298,10 @@ def check_engine_machines(job: Job, scope: Scope) -> None:
         scope.missing(
             f"engine groups of {' and '.join(map(str, sizes))} GPUs per engine need GPUs, and this machine has "
             "none: give all groups the same num_gpus_per_engine"
+        )
+    if not num_gpus() and _are_here(job) and (parts := max(shape.dp_size for shape in engine_shapes(job))) > 1:
+        scope.missing(
+            f"--sglang-dp-size {parts}: SGLang divides attention only on GPUs, and this machine has none: leave it out"
         )
     if placement.rollout_placement == "slurm" and "SLURM_JOB_NODELIST" not in os.environ:
         scope.missing(
@@ -282,7 +334,13 @@ def _block_fp8(job: Job, scope: Scope) -> None:
 
 
 def check_engine_model(job: Job, architecture: Architecture, scope: Scope) -> None:
-    """Raises ConfigError for a model that SGLang computes only on GPUs, with engines that start here."""
+    """Raises ConfigError for a model that SGLang misreads, or computes only on GPUs, with engines that start here."""
+    path = job.model.hf_checkpoint / "config.json"
+    if architecture.family == "olmo3" and path.is_file() and "rope_parameters" in json.loads(path.read_text()):
+        raise ConfigError(
+            f"{path} has rope_parameters, which SGLang does not read for olmo3: engines would serve another model. "
+            "Write rope_theta and rope_scaling instead, as the published config.json has them"
+        )
     if num_gpus() or not _are_here(job) or "attention_backend" in job.sglang:
         return
     for has_it, what in (

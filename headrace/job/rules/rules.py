@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from headrace.devices import cpu_has_bfloat16, num_gpus
 from headrace.errors import ConfigError
 from headrace.job.algorithms import ALGORITHMS
-from headrace.job.megatron.arguments import OPTIMIZER_ON_GPU, megatron
+from headrace.job.megatron import OPTIMIZER_ON_GPU, megatron
 from headrace.job.model import check_adapters, check_layout, check_served_adapters, contradictions, virtual_stages
 from headrace.job.rules.combinations import check_combinations
 from headrace.job.rules.files import check_files, check_folders, check_passwords, check_remote_code
@@ -106,9 +106,12 @@ def known_architecture(job: Job) -> Architecture | None:
     return None if job.model.model is None else architecture(find(job.model.model).config)
 
 
+# Settings that are allowed and probably not intended: `headrace check` and `headrace train` warn and continue.
+
+
 def warnings(job: Job) -> list[str]:
     """Sentences about a resolved job that say what will happen and what to set."""
-    return [*_of_training(job), *_of_the_machine(job), *algorithm_warnings(job), *_of_parts(job)]
+    return [*_of_training(job), *_of_the_machine(job), *algorithm_warnings(job), *_of_drafts(job), *_of_parts(job)]
 
 
 def algorithm_warnings(job: Job) -> list[str]:
@@ -166,6 +169,19 @@ def _of_sampling(job: Job) -> Iterator[str]:
             "rollout_temperature 0: all samples of a prompt are the same greedy response, so none is better than "
             "another: train with a temperature of about 1"
         )
+
+
+def _of_drafts(job: Job) -> Iterator[str]:
+    """Samples are exact whatever drafts propose: the model verifies each token."""
+    algorithm, draft = job.sglang.get("speculative_algorithm"), job.sglang.get("speculative_draft_model_path")
+    if algorithm is None or algorithm.upper() == "NGRAM" or job.debug.debug_rollout_only or job.debug.trains_alone:
+        return
+    drafting = "the layers that predict further tokens stay" if draft is None else f"the draft model {draft} stays"
+    yield (
+        f"--sglang-speculative-algorithm {algorithm}: {drafting} as published first, while the policy is trained, so "
+        "fewer drafts are accepted with time and generation slows down. Samples stay exact. Watch spec_accept_length, "
+        "or use NGRAM, which has no weights"
+    )
 
 
 def _of_parts(job: Job) -> Iterator[str]:

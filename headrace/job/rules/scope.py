@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.devices import num_gpus
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron import megatron
 from headrace.job.schema.job import Job
 
 ELSEWHERE = "--elsewhere"

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from headrace.devices import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.algorithms import ALGORITHMS
-from headrace.job.megatron.arguments import ONLY_IN, OPTIMIZER_ON_GPU, megatron
+from headrace.job.megatron import ONLY_IN, OPTIMIZER_ON_GPU, megatron
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.training import trains_on_old_log_probs

@@ -15,11 +15,22 @@ class EngineGroup(Section):
 
     name: str = Field("", max_length=64)
     worker_type: Literal["regular", "prefill", "decode", "placeholder"] = "regular"
+    """prefill computes the prompts of requests, decode their responses, regular both."""
     num_engines: Positive | None = None
     num_gpus: Positive | None = None
     num_gpus_per_engine: Positive | None = None
     overrides: Annotated[dict[str, Any], AfterValidator(normalize)] = Field({})
     """Arguments of SGLang's, by its names, over those of the job."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Its own arguments of SGLang's, with its part of a request."""
+        return {**self.overrides, **({"disaggregation_mode": self.worker_type} if self.is_part else {})}
+
+    @property
+    def is_part(self) -> bool:
+        """Its engines compute a part of each request."""
+        return self.worker_type in ("prefill", "decode")
 
     @property
     def count(self) -> int:
@@ -97,6 +108,11 @@ class PlacementSection(NodeOptions):
         if self.engine_groups:
             return sum(group.count for group in self.engine_groups)
         return len(self.rollout_external_engine_addrs) or self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+
+    @property
+    def divides_requests(self) -> bool:
+        """Each request is computed by two engines."""
+        return any(group.is_part for group in self.engine_groups)
 
     @property
     def engine_sizes(self) -> tuple[int, ...]:

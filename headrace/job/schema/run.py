@@ -53,7 +53,7 @@ class PublishSection(Section):
     """How weights reach the engines: broadcast in a collective group, through files in update_weight_disk_path, or, on
     one machine, through its shared memory (ipc). That holds two versions. With LoRA `adapter` sends the adapters alone,
     through files: engines load them beside those in use, and none stands still. `auto` is ipc for a run that starts its
-    services and engines on this machine, else collective, or disk for engines that cannot join a group."""
+    services and engines on this machine without GPUs, else collective, or disk for engines that cannot join a group."""
     update_weight_delta: bool = False
     """With transports collective and disk: send only the values that changed since the version that engines have,
     bit by bit. Senders keep a copy of the served weights in host memory. Where much changed, as in float32, all are

@@ -58,7 +58,9 @@ class TrainSection(Section):
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
     """The loss that is minimised."""
     loss_mask_type: (
-        Literal["qwen", "qwen3", "qwen3_5", "llama3", "glm4", "distill_qwen", "deepseek", "kimi", "gpt_oss"] | None
+        Literal["qwen", "qwen3", "qwen3_5", "llama3", "glm4", "distill_qwen", "deepseek", "kimi", "gpt_oss"]
+        | Literal["olmo3", "minimax_m2"]
+        | None
     ) = None
     """Prompts are conversations whose assistant turns are trained; names the chat template's marks."""
     keep_earlier_thoughts: bool = False

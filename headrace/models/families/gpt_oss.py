@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.models.architecture import Architecture, Experts, Windows, read_decoder, rope_parameters, yarn_rope
+from headrace.models.architecture import Architecture, Experts, read_decoder, read_windows, rope_parameters, yarn_rope
 from headrace.models.family import (
     SHARED_OPTIMIZER,
     Family,
@@ -39,15 +39,14 @@ def read(raw: Mapping[str, Any]) -> Architecture:
     ):
         if value != wanted:
             raise ConfigError(f"{name} {value} is not what Megatron-core computes, which has {wanted}")
-    plain = {n: v for n, v in raw.items() if n not in ("layer_types", "rope_scaling", "rope_parameters")}
     return read_decoder(
-        plain,
+        raw,
         rotary_base=float(rope.get("rope_theta") or raw.get("rope_theta") or _ROTARY_BASE),
         rope_scaling=yarn_rope(raw),
         add_qkv_bias=True,
         add_bias_linear=True,
         attention_sinks=True,
-        windows=_windows(raw),
+        windows=read_windows(raw, full_every=2),
         swiglu_limit=float(raw["swiglu_limit"]),
         experts=Experts(
             count=raw["num_local_experts"],
@@ -64,15 +63,6 @@ def read(raw: Mapping[str, Any]) -> Architecture:
             groups_per_token=None,
         ),
     )
-
-
-def _windows(raw: Mapping[str, Any]) -> Windows | None:
-    """Every second layer from the first on, unless the config says the kind of each."""
-    if raw.get("sliding_window") is None:
-        return None
-    layers = range(raw["num_hidden_layers"])
-    kinds = raw.get("layer_types") or [("sliding_attention", "full_attention")[layer % 2] for layer in layers]
-    return Windows(raw["sliding_window"], tuple(layer for layer in layers if kinds[layer] == "sliding_attention"))
 
 
 def table(a: Architecture) -> Table:

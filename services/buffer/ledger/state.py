@@ -44,7 +44,7 @@ class LedgerEvent(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Transaction:
-    """The rows to write and to delete. It is empty when a command changed nothing."""
+    """The rows to write and to delete, together or not at all. It is empty when a command changed nothing."""
 
     streams: dict[str, StreamState] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)

@@ -32,6 +32,8 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "deepseek": ("<｜end▁of▁sentence｜>",),
     "kimi": ("<|im_end|>",),
     "gpt_oss": ("<|return|>", "<|call|>"),
+    "olmo3": ("<|endoftext|>", "<|im_end|>"),
+    "minimax_m2": ("[e~[",),
 }
 """--loss-mask-type → the marks that end an assistant's turn, first the one that ends a conversation.
 

@@ -17,7 +17,7 @@ from headrace.job.names import SGLANG
 from headrace.limits import nearest
 from headrace.process.child import run_once
 from headrace.process.computing import gloo_at, openmp
-from headrace.rpc.net import Address
+from headrace.rpc.net import Address, free_port
 from headrace.rpc.proxies import direct_to
 from services.rollout.engine.weights import INITIAL_VERSION
 
@@ -75,7 +75,11 @@ _CPU_RECIPE: Mapping[str, Any] = {
 }
 _GPU_RECIPE: Mapping[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
 # NumPy's threads begin with its import, and a process that has threads cannot be forked (`launch`).
-_CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1", "OPENBLAS_NUM_THREADS": "1"}
+_CPU_ENVIRONMENT: Mapping[str, str] = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MOONCAKE_PROTOCOL": "tcp",  # by which a prefill engine sends what it computed to a decode engine
+}
 # /health would run a generation, which waits while weights are updated.
 _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 # Before an engine ends in any way, SGLang would wait for 5 s and write dumps for its developers.
@@ -174,6 +178,8 @@ def words(
         arguments.setdefault("max_loras_per_batch", MOST_ADAPTERS + 1)
         if not machine.has_accelerator:
             arguments.setdefault("lora_backend", "torch_native")
+    if options.sglang.get("disaggregation_mode") == "prefill":
+        arguments["disaggregation_bootstrap_port"] = free_port(options.host)
     if machine.has_accelerator and options.releases_memory:
         arguments["enable_memory_saver"] = True
     if machine.has_accelerator:

@@ -35,6 +35,8 @@ _BYTES_PER_TOKEN = 256
 _FURTHER_EVENTS = 16  # of a stream, beside one for each token
 _BYTES_PER_ROUTED_TOKEN = 32 << 10  # base64 of 4 bytes for each layer and chosen expert
 _BYTES_PER_KEPT_TOKEN = 12  # its id, a comma, and blanks
+_TO_NOBODY = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}  # SGLang's FAKE_BOOTSTRAP_HOST
+_POLICY = "target"  # a draft model has other weights of the same names, which "all" would overwrite
 _MASK_TOO_LARGE = "sampling-mask-max-tokens"  # SGLang names its flag where more tokens are kept
 
 
@@ -153,8 +155,19 @@ class EngineClient:
                         yield answer
         raise BadAnswer("cut_short", "a stream that ended without a finish_reason")
 
-    async def score(self, tokens: Sequence[int], *, cache_key: str, seconds: float, adapter: str = "") -> list[float]:
-        """Returns log-probs of all tokens but the first, at temperature 1. Raises BadAnswer."""
+    async def score(
+        self,
+        tokens: Sequence[int],
+        *,
+        cache_key: str,
+        seconds: float,
+        adapter: str = "",
+        is_prefill: bool = False,
+    ) -> list[float]:
+        """Returns log-probs of all tokens but the first, at temperature 1. Raises BadAnswer.
+
+        A prefill engine gives no decode engine anything of it.
+        """
         body: dict[str, Any] = {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -162,6 +175,7 @@ class EngineClient:
             "logprob_start_len": 0,
             "extra_key": cache_key,
             **_with(adapter),
+            **(_TO_NOBODY if is_prefill else {}),
         }
         max_bytes = _BYTES_PER_ANSWER + _BYTES_PER_TOKEN * len(tokens)
         reply = await self._http.request("POST", "/generate", body, seconds=seconds, max_bytes=max_bytes)
@@ -179,9 +193,13 @@ class EngineClient:
 
     async def num_ranks(self, *, seconds: float) -> int:
         """Returns the number of its ranks. Raises BadAnswer when it says something else."""
-        reply = await self._http.request("GET", "/server_info", None, seconds=seconds)
-        found = reply.decode(ServerInfo)
+        found = await self.server_info(seconds=seconds)
         return found.tp_size * found.pp_size
+
+    async def server_info(self, *, seconds: float) -> ServerInfo:
+        """Returns the arguments with which it was started. Raises BadAnswer."""
+        reply = await self._http.request("GET", "/server_info", None, seconds=seconds)
+        return reply.decode(ServerInfo)
 
     async def load(self, *, seconds: float) -> EngineLoad:
         """Returns its requests, running and waiting, and how full its cache is. Raises BadAnswer."""
@@ -247,7 +265,7 @@ class EngineClient:
 
     async def begin_weight_update(self) -> None:
         """Opens the session in which buckets are received."""
-        await self._post("/begin_weight_update", {"selector": "all"})
+        await self._post("/begin_weight_update", {"selector": _POLICY})
 
     async def end_weight_update(self) -> None:
         await self._post("/end_weight_update", {})
@@ -263,6 +281,7 @@ class EngineClient:
                 "group_name": group,
                 "flush_cache": False,
                 "load_format": "flattened_bucket",
+                "selector": _POLICY,
             },
             seconds,
         )

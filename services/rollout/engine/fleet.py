@@ -40,6 +40,7 @@ class EngineSlot:
 
     shape: EngineShape
     group: str = ""
+    worker_type: str = "regular"
 
 
 SlotOf = Callable[[int], EngineSlot]
@@ -74,7 +75,7 @@ class Engine:
     def __init__(self, number: int, slot: EngineSlot) -> None:
         self.engine_id = f"engine-{number}"
         self.number = number
-        self.shape, self.group = slot.shape, slot.group
+        self.shape, self.group, self.worker_type = slot.shape, slot.group, slot.worker_type
         self.state = EngineState.STARTING
         self.policy_version = INITIAL_VERSION
         self.restarts = 0
@@ -229,7 +230,7 @@ class Watch:
                 missed = 0 if await self._is_well(engine) else missed + 1
                 if missed >= self._timing.missed_checks:
                     return f"missed {missed} checks in a row"
-                if engine.is_suspect and engine.state is EngineState.READY:
+                if engine.is_suspect and engine.state is EngineState.READY and engine.worker_type == "regular":
                     await self._examine(engine)
                 if engine.distrust:
                     return engine.distrust

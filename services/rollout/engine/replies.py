@@ -432,6 +432,8 @@ class ServerInfo(Struct, frozen=True):
 
     tp_size: Annotated[int, Meta(ge=1)]
     pp_size: Annotated[int, Meta(ge=1)] = 1
+    disaggregation_mode: str = "null"
+    disaggregation_bootstrap_port: int = 0
 
 
 class _RankChecksums(Struct, frozen=True):

@@ -24,6 +24,7 @@ from headrace.rpc.log import log
 from headrace.rpc.net import free_port
 from headrace.rpc.proxies import direct_to_all
 from headrace.rpc.retry import Backoff
+from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import FleetTiming
 from services.rollout.engine.http import Http
 
@@ -43,7 +44,9 @@ _BALANCE_REL_THRESHOLD = 1.1
 """The engine with the fewest requests is chosen where another has so many more, and so many times as many."""
 
 
-def command(rollout: RolloutSection, port: int, metrics_port: int, request_seconds: float) -> list[str]:
+def command(
+    rollout: RolloutSection, port: int, metrics_port: int, request_seconds: float, *, divides_requests: bool
+) -> list[str]:
     """Returns the router's command. Retries are done here, and the fleet is the circuit breaker."""
     return [
         *(sys.executable, "-m", "services.rollout.engine.router_process"),
@@ -53,6 +56,7 @@ def command(rollout: RolloutSection, port: int, metrics_port: int, request_secon
         *_of_policy(rollout),
         *("--request-timeout-secs", str(int(request_seconds) + 1)),
         *("--disable-retries", "--disable-circuit-breaker"),
+        *(["--pd-disaggregation"] if divides_requests else []),
     ]
 
 
@@ -71,13 +75,22 @@ def _of_policy(rollout: RolloutSection) -> list[str]:
 
 
 class Router:
-    """States: built → started → stopped."""
+    """States: built → started → stopped. With `divides_requests` it gives each to a prefill and a decode engine."""
 
-    def __init__(self, rollout: RolloutSection, log_path: Path, *, request_seconds: float, timing: FleetTiming) -> None:
+    def __init__(
+        self,
+        rollout: RolloutSection,
+        log_path: Path,
+        *,
+        request_seconds: float,
+        timing: FleetTiming,
+        divides_requests: bool = False,
+    ) -> None:
         port, metrics_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.replaced = 0
-        self._command = command(rollout, port, metrics_port, request_seconds)
+        self._command = command(rollout, port, metrics_port, request_seconds, divides_requests=divides_requests)
+        self._divides_requests = divides_requests
         self._log_path = log_path
         self._timing = timing
         self._http = Http(self.url)
@@ -197,7 +210,8 @@ class Router:
         """Returns when requests are routed to the engine, or when it was taken out meanwhile."""
         if await self._routes_to(engine_url):
             return
-        await self._call("POST", "/workers", {"url": engine_url})
+        part = await _part_of_requests(engine_url) if self._divides_requests else {}
+        await self._call("POST", "/workers", {"url": engine_url, **part})
         while engine_url in self._engines and not await self._routes_to(engine_url):
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -221,6 +235,14 @@ class Router:
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> None:
         (await self._http.request(method, path, body, seconds=_CALL_SECONDS)).require_success()
+
+
+async def _part_of_requests(engine_url: str) -> dict[str, Any]:
+    """Asks the engine what the router must know of it."""
+    async with EngineClient(engine_url) as engine:
+        info = await engine.server_info(seconds=_CALL_SECONDS)
+    port = {"bootstrap_port": info.disaggregation_bootstrap_port} if info.disaggregation_mode == "prefill" else {}
+    return {"worker_type": info.disaggregation_mode, **port}
 
 
 class _Worker(Struct, frozen=True):

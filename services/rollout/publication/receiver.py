@@ -184,10 +184,20 @@ async def prepare(publication: Publication, transport: Inbound, activity: Activi
 # dtype).
 
 
-async def ask(probe: Probe, engine: EngineClient, policy_version: int, *, seconds: float, adapter: str = "") -> None:
-    """Raises ChecksumMismatch with both sides' numbers when the engine disagrees."""
-    key = f"probe-{policy_version}"
-    theirs = await engine.score(probe.tokens, cache_key=key, seconds=seconds, adapter=adapter)
+async def ask(probe: Probe, engine: Engine, policy_version: int, *, seconds: float, adapter: str = "") -> None:
+    """Raises ChecksumMismatch with both sides' numbers when the engine disagrees.
+
+    A decode engine computes no prompt, so it is not asked: it runs SGLang's code of the same model on the same bytes.
+    """
+    if engine.worker_type == "decode":
+        return
+    theirs = await engine.client.score(
+        probe.tokens,
+        cache_key=f"probe-{policy_version}",
+        seconds=seconds,
+        adapter=adapter,
+        is_prefill=engine.worker_type == "prefill",
+    )
     difference = sum(abs(a - b) for a, b in zip(probe.log_probs, theirs, strict=True)) / len(theirs)
     if not difference <= probe.max_mean_difference:  # NaN disagrees too
         raise ChecksumMismatch(
@@ -422,7 +432,7 @@ class Receiver:
         if probe:
             adapter = self.adapters.name_of(state.plan) if state.plan.is_adapter else ""
             await participants.each(
-                lambda engine: ask(probe, engine.client, version, seconds=publication.seconds_left(), adapter=adapter)
+                lambda engine: ask(probe, engine, version, seconds=publication.seconds_left(), adapter=adapter)
             )
         await self._transport(state.plan).finish(publication)
         await participants.each(_still_there)

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.models.architecture import Architecture
 from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.hf_folder import HfFolder

@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import ARCHITECTURAL, OPTIMIZER_ON_GPU, MegatronArgs
+from headrace.job.megatron import ARCHITECTURAL, OPTIMIZER_ON_GPU, MegatronArgs
 
 C = TypeVar("C")
 

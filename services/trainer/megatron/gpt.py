@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.job.model import check_layout, megatron_fields
 from headrace.models.architecture import Architecture, Llama3Rope, Vision, YarnRope
 from services.trainer.megatron.configs import made

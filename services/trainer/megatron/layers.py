@@ -12,6 +12,7 @@ to mark the weight: finalize_model_grads does it then.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,16 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.parallel_state import get_tensor_model_parallel_rank
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -73,6 +81,56 @@ class MarkedNorm:
         return norm
 
 
+class NormOverHeads(torch.nn.Module):
+    """RMSNorm over all heads, of which this rank has some: the others' squares count too.
+
+    Every rank has the whole weight and uses its part. Megatron sums the gradients of queries' and keys' norms over the
+    tensor ranks.
+    """
+
+    num_heads: ClassVar[str]
+    """The field of the config."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        heads = getattr(config, self.num_heads)
+        self._eps, self._ranks = eps, config.tensor_model_parallel_size
+        self.weight = nn.Parameter(torch.ones(heads * hidden_size))
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """[S, B, heads of this rank, d], in the type of these; computed in float32 at least."""
+        tokens = heads.to(torch.promote_types(heads.dtype, torch.float32))
+        squares = tokens.square().sum((-2, -1), keepdim=True)
+        # Summed over the ranks, and so is the gradient: every rank's heads depend on the sum.
+        squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        weight = self.weight.to(tokens.dtype).view(self._ranks, *heads.shape[-2:])[get_tensor_model_parallel_rank()]
+        normed: Tensor = tokens * (squares / self.weight.numel() + self._eps).rsqrt() * weight
+        return normed.to(heads.dtype)
+
+
+class QueryNorm(NormOverHeads):
+    """Of queries."""
+
+    num_heads = "num_attention_heads"
+
+
+class KeyNorm(NormOverHeads):
+    """Of keys."""
+
+    num_heads = "num_query_groups"
+
+
+def without_pre_norms(layer: ModuleSpec, *, with_te: bool) -> None:
+    """Leaves out a layer's norms before attention and MLP; Transformer Engine's are fused into the projections."""
+    submodules, mlp = layer.submodules, layer.submodules.mlp
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = IdentityOp
+    if with_te:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as plain
+
+        submodules.self_attention.submodules.linear_qkv = plain
+        (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).linear_fc1 = plain
+
+
 def with_marked_norms(spec: Any) -> Any:
     """The spec of a layer or a block with these in the place of Megatron's."""
     return with_parts(spec, lambda _, part: MarkedNorm if part is WrappedTorchNorm else part)
@@ -105,6 +163,47 @@ class NormedSelfAttention(_PostNorm, SelfAttention):
 
 class NormedMLP(_PostNorm, MLP):
     """MLP, then the norm."""
+
+
+class _LocalRotary:
+    """A base before self-attention: layers within windows turn by plain frequencies of their own."""
+
+    rotary_base: ClassVar[float]
+    config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config, number = self.config, self.layer_number  # type: ignore[attr-defined]  # of the Megatron module
+        self.rotary_pos_emb = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number):
+            self.config = copy.copy(config)
+            vars(self.config).pop("yarn_rotary_scaling_factor", None)  # Megatron asks for it to scale the angles
+            self.rotary_pos_emb = RotaryEmbedding(
+                config.kv_channels,
+                rotary_percent=1.0,
+                rotary_interleaved=config.rotary_interleaved,
+                rotary_base=self.rotary_base,
+                use_cpu_initialization=config.use_cpu_initialization,
+            )
+
+    def forward(
+        self, hidden: Tensor, *args: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **named: Any
+    ) -> Output:
+        """With the layer's own angles."""
+        if (rotary := self.rotary_pos_emb) is not None:
+            length = rotary.get_rotary_seq_len(None, None, hidden, self.config, packed_seq_params)
+            rotary_pos_emb = rotary(length, packed_seq=packed_seq_params is not None)
+        found: Output = super().forward(  # type: ignore[misc]  # the Megatron module has it
+            hidden, *args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **named
+        )
+        return found
+
+
+def with_local_rotary(layer: ModuleSpec, rotary_base: float) -> None:
+    """Gives the layer's attention these angles where it attends within a window."""
+    attention = layer.submodules.self_attention
+    local = type("LocalSelfAttention", (_LocalRotary, attention.module), {"rotary_base": rotary_base})
+    layer.submodules.self_attention = ModuleSpec(local, attention.params, attention.submodules)
 
 
 def with_post_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
@@ -186,6 +285,13 @@ def layer_specs(
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         if architecture.post_norms:
             with_post_norms(layer, block.layer_norm if with_te else MarkedNorm)
+        if not architecture.pre_norms:
+            without_pre_norms(layer, with_te=with_te)
+        if architecture.qk_norm_over_heads:
+            parts = layer.submodules.self_attention.submodules
+            parts.q_layernorm, parts.k_layernorm = QueryNorm, KeyNorm
+        if architecture.windows and architecture.windows.rotary_base:
+            with_local_rotary(layer, architecture.windows.rotary_base)
         if architecture.latent_attention:
             with_latent_attention(layer, architecture.latent_attention, with_te=with_te)
     return block

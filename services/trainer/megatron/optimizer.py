@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from headrace.errors import DataLoss
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from services.trainer.megatron.configs import made
 
 

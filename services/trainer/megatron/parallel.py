@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.job.model import virtual_stages
 from headrace.models.architecture import Architecture
 from services.trainer.collective_io import gathered_bytes

@@ -25,7 +25,7 @@ from headrace.errors import ConfigError
 from headrace.hooks import hook_args
 from headrace.hooks.trainer import trainer_hook
 from headrace.images import image_starts
-from headrace.job.megatron.arguments import MegatronArgs, megatron
+from headrace.job.megatron import MegatronArgs, megatron
 from headrace.job.model import contradictions
 from headrace.job.rules.training import replays_routing, uses_critic, uses_reference
 from headrace.job.schema.job import Job

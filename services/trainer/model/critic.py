@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.models.family import Replicated
 from services.trainer.checkpoint.resharding import ModelState
 from services.trainer.hugging_face.rank_model import RankModel

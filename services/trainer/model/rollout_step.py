@@ -24,7 +24,7 @@ from services.trainer.data.samples import FetchSamples, SampleReader, UnusableSa
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.routing_replay import Routing
-from services.trainer.metrics import Stopwatch, TeacherDistance
+from services.trainer.metrics import Stopwatch, TeacherDistance, accepted_drafts
 from services.trainer.model.critic import Critic
 from services.trainer.model.frozen_policies import HostCopy, OldLogProbs
 from services.trainer.model.pipeline import Pipeline
@@ -53,7 +53,7 @@ class RolloutBatch:
     plans: Sequence[StepPlan]
     inputs: Sequence[StepInputs]
     metrics: Mapping[str, float]
-    """Numbers that users' functions report with the step"""
+    """Numbers that users' functions report with the step, and how engines' drafts did"""
     is_logged: bool
     """A user's function has logged the rollout"""
 
@@ -101,7 +101,8 @@ class BatchReader:
         plans = self._planner.plan(facts, self._steps_per_rollout)
         how = (self._config, self._layout, self._packing, self._choices, self._vision)
         inputs = [step_inputs(plan, step, facts, rewards, own, *how) for plan in plans]
-        return RolloutBatch(facts, read.set_aside, plans, inputs, changes.metrics, changes.is_logged)
+        metrics = {**changes.metrics, **accepted_drafts(read.own.values(), self._layout.device)}
+        return RolloutBatch(facts, read.set_aside, plans, inputs, metrics, changes.is_logged)
 
 
 class Preparation:

@@ -98,8 +98,9 @@ def _mixed_64(number: int) -> int:
     return number ^ (number >> 31)
 
 
-_EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight(_scale_inv)?$")
-_STACKED = {"gate": ".experts.w13_weight", "up": ".experts.w13_weight", "down": ".experts.w2_weight"}
+_EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w[123])\.weight(_scale_inv)?$")
+_STACKED = dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), ".experts.w13_weight")
+_STACKED |= dict.fromkeys(("down_proj", "w2"), ".experts.w2_weight")
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",

@@ -42,12 +42,17 @@ class FakeEngine:
         *,
         token_seconds: float = 0.0,
         port: int | None = None,
+        part: str = "null",
     ) -> None:
         self._port = port or free_port()
         self.url = f"http://127.0.0.1:{self._port}"
+        self.part = part
+        """prefill or decode: of each request, which then has the number of the room where the two meet."""
         self.faults: dict[str, Fault] = {}
         self.calls: MutableSequence[str] = []
         self.bodies: MutableSequence[dict[str, Any]] = []
+        self.sent_to_draft: list[str] = []
+        """Names of weights that a draft model was given, too."""
         self.weights: dict[str, str] = {}
         self.cache_keys: list[str] = []
         self.num_tokens = 0
@@ -148,6 +153,8 @@ class FakeEngine:
         return self._control(path, body)
 
     async def _generated(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if self.part != "null" and "bootstrap_room" not in body:
+            return _refusal("Invalid request: Disaggregated request received without bootstrap room id.")
         self.bodies.append(body)
         adapter = body.get("lora_path")
         if adapter is not None and (adapter not in self.adapters or adapter in self._adapters_leaving):
@@ -177,7 +184,8 @@ class FakeEngine:
             case "/model_info":
                 return web.json_response({"weight_version": self._version})
             case "/server_info":
-                return web.json_response({"tp_size": 1, "internal_states": []})
+                part = {"disaggregation_mode": self.part, "disaggregation_bootstrap_port": 8998}
+                return web.json_response({"tp_size": 1, "internal_states": [], **part})
             case "/v1/loads":
                 running = min(self.num_in_flight, self.max_running)
                 load = {"num_running_reqs": running, "num_waiting_reqs": self.num_in_flight - running}
@@ -210,6 +218,7 @@ class FakeEngine:
                 if not self._in_session or body["group_name"] not in self.groups:
                     return _refusal("no session or no group")
                 self.weights = loaded_into(self.weights, {name: self._wire[name] for name in body["names"]})
+                self.sent_to_draft += body["names"] if body.get("selector", "all") != "target" else []  # as SGLang
             case "/update_weights_from_disk":
                 if not (loaded := self._load(Path(body["model_path"]))):
                     return _refusal("Cannot find any model weights")

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.authority import issue_client, issue_service
-from headrace.rpc.access import add_token
+from headrace.rpc.access import Role, add_token
 from headrace.rpc.net import free_port
-from headrace.rpc.roles import Role
 from headrace.rpc.tls import OPERATOR
 from headrace.run_folder import RunFolder
 from tests.support.hosts import reward

@@ -22,6 +22,9 @@ from services.trainer.model.lora import PeftFolder, write_peft
 _STACKED = re.compile(r"(.*\.experts\.\w+_proj)\.(\d+)$")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
+_MINIMAX = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.(w\d)\.weight$")
+_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
 
 def make_adapters(model: Path, folder: Path, lora: LoraSection) -> Path:
     """Random A and B for every layer that the section names."""
@@ -77,6 +80,9 @@ class Merged:
 
 def view_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """The part of a transformers model's tensors that a checkpoint calls so."""
+    if match := _MINIMAX.match(name):
+        name = f"{match[1]}.mlp.experts.{match[2]}.{_PROJECTIONS[match[3]]}.weight"
+    name = name.replace(".block_sparse_moe.", ".mlp.")
     if stacked := _STACKED.match(name):
         return _called(tensors, stacked[1])[int(stacked[2])].T
     if (match := _EXPERT.match(name)) is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,20 @@ _GPT_OSS = {
     "sliding_window": 5,
     "swiglu_limit": 1.5,
     "rope_parameters": _STRETCHED | {"truncate": False},
+}
+# As it is published: transformers would write the frequencies of both kinds of layers, which SGLang does not read.
+_OLMO3_ROPE = {"rope_theta": 500000.0, "rope_scaling": {n: v for n, v in _STRETCHED.items() if n != "rope_theta"}}
+_OLMO3 = _OLMO3_ROPE | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+# Published with names that transformers reads and does not write, of what SGLang asks for.
+_MINIMAX_M2 = {
+    "head_dim": 32,
+    "rotary_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
 }
 _DELTA_NET = {
     "head_dim": 32,
@@ -159,6 +173,8 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         _SIGMOID_EXPERTS | _LATENT_ATTENTION | {"q_lora_rank": 32, "rope_parameters": _YARN | {"beta_fast": 1.0}},
     ),
     "gpt_oss": ("gpt_oss", _GPT_OSS),
+    "olmo3": ("olmo3", _OLMO3),
+    "minimax_m2": ("minimax_m2", _MINIMAX_M2),
 }
 """transformers' model_type and the shape. Kimi K2 is DeepSeek V3's model under another name."""
 FAMILIES = tuple(_FAMILIES)
@@ -176,7 +192,9 @@ def make_tiny(
     model.save_pretrained(folder, max_shard_size="100KB")
     make_tiny_tokenizer().save_pretrained(folder)
     if family == "kimi_k2":
-        _call_it(folder, "kimi_k2")
+        _rewrite(folder, lambda config: config | {"model_type": "kimi_k2"})
+    if family == "olmo3":
+        _rewrite(folder, lambda config: {n: v for n, v in config.items() if n != "rope_parameters"} | _OLMO3_ROPE)
     return folder
 
 
@@ -207,6 +225,6 @@ def _shake(model: Any) -> None:
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
 
 
-def _call_it(folder: Path, model_type: str) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+def _rewrite(folder: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(changed(json.loads(path.read_text()))))

@@ -16,9 +16,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
-from headrace.process.linux import marked, parent_of, runs
+from headrace.process.linux import marked, runs
 
 _ENDING_SECONDS = "ending_seconds"
 _LOOK_SECONDS = 0.1
@@ -109,3 +110,10 @@ def _words(pid: int, name: str) -> list[str]:
     with suppress(OSError):  # it ended while we looked
         return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace").split("\0")
     return []
+
+
+def parent_of(pid: int) -> int:
+    """0 for a process that has ended, or that nobody here has started."""
+    with suppress(psutil.NoSuchProcess):
+        return int(psutil.Process(pid).ppid())
+    return 0

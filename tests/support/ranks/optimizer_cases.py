@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron import megatron
 from tests.support.ranks.ranks import RankCase
 
 START = np.linspace(-1.0, 1.0, 12).reshape(3, 4)

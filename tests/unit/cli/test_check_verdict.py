@@ -82,7 +82,7 @@ SLIMES = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precisio
 def test_what_changes_nothing_or_is_slow_on_a_cpu_is_warned_of(
     load_with, monkeypatch: pytest.MonkeyPatch, flags: str, warned: str | None
 ) -> None:
-    for module in ("training", "warnings"):
+    for module in ("training", "rules"):
         monkeypatch.setattr(f"headrace.job.rules.{module}.num_gpus", lambda: 0)
     monkeypatch.setattr("headrace.job.rules.rules.cpu_has_bfloat16", lambda: False)
     found = warnings(load_with(*flags.split()))
@@ -133,7 +133,7 @@ def test_the_memory_of_a_job_is_compared_with_this_machines(
 def test_on_a_gpu_states_that_no_checkpoint_holds_are_refused(
     load_with, monkeypatch: pytest.MonkeyPatch, flags: str, refused: str | None
 ) -> None:
-    for module in ("training", "warnings"):
+    for module in ("training", "rules"):
         monkeypatch.setattr(f"headrace.job.rules.{module}.num_gpus", lambda: 8)
     with pytest.raises(ConfigError, match=f"^{refused}") if refused else nullcontext():
         load_with(*flags.split())

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import environment_host
 from headrace.cli.commands import env as command
 from headrace.cli.main import main
 from headrace.errors import InvalidArgument
@@ -25,7 +24,7 @@ HERE = pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, rea
 PYTHON = """#!/bin/sh
 echo "$@" >>{calls}
 for word; do case $word in *.jsonl) echo '{{"prompt": "2 + 2?"}}' >$word ;; esac; done
-[ "$2" = headrace.cli.environment_host ] && exec sleep 60
+[ "$2" = headrace.cli.commands.env ] && exec sleep 60
 exit {code}
 """
 
@@ -124,7 +123,7 @@ def test_a_setting_that_is_none_is_refused(settings: list[str], tmp_path: Path) 
 
 
 def test_a_host_whose_starter_has_ended_does_not_wait(tmp_path: Path) -> None:
-    assert environment_host.wait_for(RunFolder(tmp_path), starter=0) is False
+    assert command.wait_for(RunFolder(tmp_path), starter=0) is False
 
 
 def test_a_host_begins_once_the_rollout_service_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +134,11 @@ def test_a_host_begins_once_the_rollout_service_serves(tmp_path: Path, monkeypat
 
     run = RunFolder(tmp_path)
     run.write_services({"rollout": ServiceEntry("127.0.0.1:1", None, os.getpid())})
-    monkeypatch.setattr(environment_host, "is_serving", serves)
-    assert environment_host.wait_for(run, os.getppid()) is True
+    monkeypatch.setattr(command, "is_serving", serves)
+    assert command.wait_for(run, os.getppid()) is True
 
 
 def test_a_host_is_a_program(tmp_path: Path) -> None:
-    host = subprocess.Popen([sys.executable, "-m", "headrace.cli.environment_host", str(tmp_path)])
+    host = subprocess.Popen([sys.executable, "-m", "headrace.cli.commands.env", str(tmp_path)])
     host.terminate()
     assert host.wait(60) != 0

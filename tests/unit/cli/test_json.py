@@ -18,8 +18,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.arg_types import print_json
 from headrace.cli.main import main
 from headrace.models.registry import PRESETS
-from headrace.rpc.access import add_token
-from headrace.rpc.roles import Role
+from headrace.rpc.access import Role, add_token
 from headrace.run_folder import MetricsRow, RunFolder, ServiceEntry
 
 SERVICES = [f"--{name}-address=127.0.0.1:70{at}" for at, name in enumerate(("buffer", "reward", "rollout"), 10)]

@@ -13,8 +13,8 @@ import pytest
 from headrace.cli.authority import issue_client
 from headrace.cli.main import main
 from headrace.launch.health import is_serving
+from headrace.rpc.access import Role
 from headrace.rpc.net import free_port
-from headrace.rpc.roles import Role
 from headrace.rpc.tls import VARIABLE
 
 START_SECONDS = 300.0

@@ -6,10 +6,9 @@ import asyncio
 from pathlib import Path
 
 from headrace.cli.main import main
-from headrace.rpc.access import add_token
+from headrace.rpc.access import Role, add_token
 from headrace.rpc.client import FILE_VARIABLE, VARIABLE
 from headrace.rpc.net import free_port
-from headrace.rpc.roles import Role
 from tests.unit.cli.test_tls_of_runs import START_SECONDS, Up, callers_in, until_serving
 
 

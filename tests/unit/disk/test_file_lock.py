@@ -12,8 +12,7 @@ import pytest
 
 from headrace.disk import file_lock
 from headrace.errors import ConfigError
-from headrace.rpc.access import add_token, revoke_token, tokens_in
-from headrace.rpc.roles import Role
+from headrace.rpc.access import Role, add_token, revoke_token, tokens_in
 
 NAMES = [f"client-{number}" for number in range(24)]
 

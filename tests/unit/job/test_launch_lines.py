@@ -11,7 +11,7 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.job.load.flags import UNSUPPORTED
 from headrace.job.load.load import load, read
-from headrace.job.megatron.arguments import megatron
+from headrace.job.megatron import megatron
 from headrace.job.model import contradictions
 from headrace.job.option import options
 from headrace.job.rules.rules import warnings

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.job.megatron.arguments import (
+from headrace.job.megatron import (
     ARCHITECTURAL,
     GPU_ONLY,
     ONLY_IN,
@@ -20,7 +20,7 @@ from headrace.job.megatron.arguments import (
 )
 from tools.megatron_fields import Row, both, rows
 
-COMMITTED = Path(__file__).parents[3] / "headrace" / "job" / "megatron" / "fields.json"
+COMMITTED = Path(__file__).parents[3] / "headrace" / "job" / "megatron_fields.json"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.job.model import virtual_stages
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from headrace.launch.process import grace_seconds
-from headrace.process.linux import parent_of, runs
+from headrace.process.linux import runs
+from tests.support.processes.leftovers import parent_of
 from tests.unit.launch.test_supervisor import HERE
 
 

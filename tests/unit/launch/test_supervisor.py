@@ -23,9 +23,9 @@ from headrace.launch.process import ServiceProcess, ServiceSpec
 from headrace.launch.specs import SERVICES, specs
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
 from headrace.process.exit_status import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST, ExitStatus
-from headrace.process.linux import parent_of
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry
+from tests.support.processes.leftovers import parent_of
 
 HERE = Path(__file__).parent
 QUICK = RestartPolicy(max_restarts=2, first_backoff_seconds=0.05, longest_backoff_seconds=0.1)

@@ -16,7 +16,7 @@ from headrace.job.load.load import load, read
 from headrace.job.rules.scope import scope_of_check
 from headrace.job.schema.job import Job
 from headrace.migrate import prime_rl, slime, trl, verl
-from headrace.migrate.moved import Migration, State
+from headrace.migrate.table import Migration, State
 from tests.unit.migrate import prime_rl_examples, slime_examples, trl_examples, verl_examples
 
 SLIME = slime_examples.SCRIPTS["qwen3-4B"]

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
+from headrace.cli.main import main
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.job.model import check_layout, contradictions
 from headrace.job.schema.job import Job
 from headrace.models.registry import PRESETS, architecture, table
@@ -69,6 +71,19 @@ def test_a_presets_layout_divides_the_model_and_fits_80_gigabytes(name: str) -> 
 def test_an_unsupported_model_type_is_told_why_and_what_comes_nearest(model_type: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         architecture({"model_type": model_type})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "nearest"), [("deepseek_v32", "deepseek_v3"), ("glm_moe_dsa", "glm4_moe, glm4_moe_lite")]
+)
+def test_check_refuses_sparse_attention_by_name(
+    model: Path, job_file: Path, capsys: pytest.CaptureFixture[str], model_type: str, nearest: str
+) -> None:
+    (model / "config.json").write_text(AutoConfig.for_model(model_type).to_json_string(use_diff=False))
+    assert main(["check", str(job_file), "--fast"]) == 2
+    refused = " ".join("".join(capsys.readouterr()).split())
+    assert f"model_type '{model_type}' is not supported: an indexer chooses the keys" in refused
+    assert f"the nearest that it trains: {nearest}." in refused
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from headrace.process.child import Child, OneShot, run_once
-from headrace.process.linux import free_bytes, of_tree, parent_of, runs
+from headrace.process.linux import free_bytes, of_tree, runs
 from tests.support.faults.file_limit import files_end_at
+from tests.support.processes.leftovers import parent_of
 
 ELSEWHERE = (
     "import subprocess, sys, time\n"

@@ -63,9 +63,10 @@ def test_no_role_vanishes(name: str, role: str) -> None:
         text = asked(name, *messages)
         if not text.startswith("refused: "):
             assert text.count(SAID) == sum(message["content"] == SAID for message in messages)
-            assert messages[-1]["content"] != "e" or re.search(r'[>\n]"?e"?(<|$)', text), text
+            assert messages[-1]["content"] != "e" or re.search(r'[>\n]"?e"?(<| You |$)', text), text
         else:
-            assert repr(role) in text or "template refused" in text
+            # a template that knows no developer is given a system message
+            assert repr(role) in text or "template refused" in text or (role == "developer" and "'system'" in text)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from headrace.cli.authority import issue_client, issue_service
 from headrace.cli.main import main
 from headrace.errors import ConfigError
 from headrace.rpc import client
-from headrace.rpc.access import Caller, Tokens, add_token, of_certificate, revoke_token
+from headrace.rpc.access import Caller, Role, Tokens, add_token, of_certificate, revoke_token
 from headrace.rpc.client import connect
-from headrace.rpc.roles import Role
 from headrace.rpc.server import RpcServer
 from headrace.rpc.tls import VARIABLE, TlsFolder
 from tests.support.every_rpc import RPCS, code_of_call, serving_every_rpc

@@ -13,9 +13,9 @@ import pytest
 
 from headrace.cli.authority import issue_client, issue_service
 from headrace.errors import Unavailable
+from headrace.rpc.access import Role
 from headrace.rpc.interceptor import RpcMetrics
 from headrace.rpc.net import Address
-from headrace.rpc.roles import Role
 from headrace.rpc.tls import TlsFolder
 from tests.support.processes.ipv6 import needs_both_families
 

@@ -11,9 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.cli.authority import issue_client, issue_service
 from headrace.limits import syntax_tree
-from headrace.rpc.access import Tokens, add_token
+from headrace.rpc.access import ALLOWED, Role, Tokens, add_token, roles_of
 from headrace.rpc.client import connect
-from headrace.rpc.roles import ALLOWED, Role, roles_of
 from headrace.rpc.tls import VARIABLE, TlsFolder
 from tests.support.every_rpc import RPCS, code_of_call, serving_every_rpc
 from tools import roles

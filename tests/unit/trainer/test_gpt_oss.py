@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.job.model import check_layout, contradictions
 from headrace.models.family import TransposedGateUp
 from headrace.models.folders import BlockFp8

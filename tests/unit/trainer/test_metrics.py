@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,16 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.job.schema.run import TrackingSection
 from headrace.models.registry import read_architecture
-from services.trainer.metrics import LARGEST_STALENESS, LogProbDistance, Speed, peak_of, peak_tflops
+from headrace.trajectory import Sample, Status
+from services.rollout.engine.replies import NO_COUNTS, EngineCounts
+from services.trainer.metrics import (
+    LARGEST_STALENESS,
+    LogProbDistance,
+    Speed,
+    accepted_drafts,
+    peak_of,
+    peak_tflops,
+)
 from services.trainer.plan.batch import Batch, SampleFacts, statistics
 from services.trainer.plan.planning import ModelFlops
 from tests.support.models.tiny_families import VOCAB_SIZE, make_tiny
@@ -97,6 +107,32 @@ def test_means_and_maxima_are_those_of_each_lags_trained_tokens() -> None:
         }
     )
     assert distance.read() == {}
+
+
+def counted(counts: EngineCounts) -> Sample:
+    """As it comes from the ledger."""
+    sample = Sample(
+        *("s", "g", 0, "prompt", "response"),
+        tokens=np.asarray([1, 2], dtype=np.int32),
+        loss_mask=np.ones(1, dtype=np.uint8),
+        rollout_log_probs=np.asarray([-0.5], dtype=np.float32),
+        status=Status.COMPLETED,
+        hook_fields=counts.hook_fields(),
+    )
+    return Sample.unpack(sample.pack())
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_acceptance_of_drafts_is_that_of_all_verifications_of_a_step() -> None:
+    drafted = EngineCounts(prompt_tokens=9, completion_tokens=12, correct_drafts=6, proposed_drafts=20, verifications=5)
+    longer = EngineCounts(
+        prompt_tokens=9, completion_tokens=38, correct_drafts=24, proposed_drafts=60, verifications=15
+    )
+    undrafted = EngineCounts(prompt_tokens=9, completion_tokens=40)
+    found = accepted_drafts([counted(c) for c in (drafted, longer, undrafted)], torch.device("cpu"))
+    assert found == {"spec_accept_length": 50 / 20, "spec_accept_rate": 30 / 80}
+    assert accepted_drafts([counted(undrafted), counted(NO_COUNTS)], torch.device("cpu")) == {}
+    assert accepted_drafts([], torch.device("cpu")) == {}
 
 
 def test_the_staleness_histogram_is_the_share_of_samples_at_each_lag() -> None:

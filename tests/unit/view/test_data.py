@@ -12,9 +12,8 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.errors import FailedPrecondition
 from headrace.run_folder import RunFolder
 from headrace.view import data as view_data
-from headrace.view.data import LedgerCounts, RunData, script
-from headrace.view.folder import write_page
-from headrace.view.tokens import TokenTexts
+from headrace.view.data import LedgerCounts, RunData, TokenTexts, script
+from headrace.view.server import write_page
 from tests.support.models.tiny_model import make_tiny_tokenizer
 from tests.support.viewed_run import HOSTILE, viewed_run
 
@@ -162,7 +161,7 @@ def test_a_folder_with_other_files_is_refused(run: RunFolder, tmp_path: Path) ->
 def test_tokens_beyond_the_limit_are_left_out_and_the_page_says_so(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.view.folder.TOKEN_BYTES", 0)
+    monkeypatch.setattr("headrace.view.server.TOKEN_BYTES", 0)
     write_page(RunData(run), None, tmp_path / "page")
     data = tmp_path / "page" / "data"
     assert not (data / "tokens-0000001.js").exists()

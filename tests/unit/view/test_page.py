@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from headrace.view.data import RunData
-from headrace.view.folder import write_page
+from headrace.view.server import write_page
 from tests.support.browser import Visit, chromium, visit
 from tests.support.models.tiny_model import make_tiny_tokenizer
 from tests.support.view_folder import HOSTILE, LONG, TURNS, Sizes, write_view_folder

@@ -646,6 +646,7 @@ class GetFleetResponse(_message.Message):
     MAX_GROUPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     MEMORY_RELEASED_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     router_address: _builtins.str
     """The router's HTTP address; private."""
     policy_version: _builtins.int
@@ -686,6 +687,12 @@ class GetFleetResponse(_message.Message):
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___Requests]:
         """Requests at the engines: of training, of evaluations, of clients."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Adapters that engines hold, oldest first: the served one, one that is being published, and those that requests still
+        use. At most 4; a publication waits for room.
+        """
+
     def __init__(
         self,
         *,
@@ -706,10 +713,11 @@ class GetFleetResponse(_message.Message):
         max_groups_in_flight: _builtins.int = ...,
         requests: _abc.Iterable[Global___Requests] | None = ...,
         memory_released: _builtins.bool = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_in_flight", b"groups_in_flight", "groups_produced", b"groups_produced", "max_groups_in_flight", b"max_groups_in_flight", "memory_released", b"memory_released", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "requests", b"requests", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "wanted_engines", b"wanted_engines", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "engines", b"engines", "groups_in_flight", b"groups_in_flight", "groups_produced", b"groups_produced", "max_groups_in_flight", b"max_groups_in_flight", "memory_released", b"memory_released", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "requests", b"requests", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "wanted_engines", b"wanted_engines", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,10 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from services.rollout.engine.cpu import CHECKPOINT
 
@@ -21,11 +24,14 @@ from services.rollout.engine.cpu import CHECKPOINT
 # Latent attention (DeepSeek V3, Kimi K2, Moonlight, GLM-4.7-Flash) keeps latents in the cache, of which `torch_native`
 # attention makes no keys and values. SGLang would choose a prefill that needs them; absorbed, as it decodes, the
 # queries are turned to the latents instead. Without YaRN (Moonlight) it refuses to rotate them on a CPU; its plain
-# rotation does. Qwen2-MoE's gate of the shared expert is a Triton kernel on every device.
+# rotation does. Qwen2-MoE's gate of the shared expert is a Triton kernel on every device, and so are MiniMax-M2's norms
+# of queries and keys. A prefill engine would pin the memory of what it sends, and wait for CUDA's stream.
 
 _LATENTS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _ROTATIONS = "sglang.srt.layers.rotary_embedding.factory"
+_TRANSFER = "sglang.srt.disaggregation.prefill"
 _KERNELS = "sglang.kernels.ops.elementwise.elementwise"
+_MINIMAX = "sglang.srt.models.minimax_m2"
 
 
 def use_torch() -> None:
@@ -35,9 +41,29 @@ def use_torch() -> None:
     if (handlers := sys.modules.get(_LATENTS)) is not None:
         handlers.AttentionBackendRegistry.register("torch_native", _absorbed)
         HookRegistry.register(f"{_ROTATIONS}.get_rope_cpu", _rotation, HookType.AROUND)
+    if (transfer := sys.modules.get(_TRANSFER)) is not None:
+        transfer.torch = _TorchOfCpus()  # type: ignore[attr-defined]
     if "sglang.srt.models.qwen2_moe" in sys.modules:
         HookRegistry.register(f"{_KERNELS}.fused_gate_sigmoid_mul_add", add_gated, HookType.REPLACE)
+    if _MINIMAX in sys.modules:
+        HookRegistry.register(f"{_MINIMAX}.rms_sumsq_serial", squares_of, HookType.REPLACE)
+        HookRegistry.register(f"{_MINIMAX}.rms_apply_serial", normed, HookType.REPLACE)
     HookRegistry.apply_hooks()
+
+
+class _TorchOfCpus:
+    """torch, without what its CUDA part is asked for."""
+
+    cuda = SimpleNamespace(
+        Event=lambda: SimpleNamespace(record=lambda _: None, synchronize=lambda: None), current_stream=lambda: None
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return torch.empty(*sizes, **options)
 
 
 def _absorbed(attention: Any, forward_batch: Any) -> Any:
@@ -53,6 +79,26 @@ def _rotation(stretched: Callable[..., Any], *sizes: Any) -> Any:
 def add_gated(hidden: Any, gate_weight: Any, shared: Any, final: Any) -> None:
     """Adds the shared expert's output [T, H], times its sigmoid gate, to `final` in place; gate_weight is [H]."""
     final.add_((hidden @ gate_weight).sigmoid()[:, None] * shared)
+
+
+def squares_of(queries: Any, keys: Any) -> Any:
+    """[2, T]: the sums of the squares of [T, H] queries and of keys. Tensor ranks sum them up."""
+    sums = queries.new_empty(2, len(queries), dtype=sys.modules["torch"].float32)
+    for row, values in zip(sums, (queries, keys), strict=True):
+        row.copy_(values.float().square().sum(-1))
+    return sums
+
+
+def normed(
+    queries: Any, keys: Any, query_weight: Any, key_weight: Any, sums: Any, ranks: int = 1, eps: float = 1e-5
+) -> tuple[Any, Any]:
+    """Queries and keys of this rank, each divided by the root of their mean square over all ranks."""
+
+    def of(values: Any, weight: Any, squares: Any) -> Any:
+        scale = (squares / (values.shape[1] * ranks) + eps).rsqrt()[:, None]
+        return (values.float() * scale * weight.float()).to(values.dtype)
+
+    return of(queries, query_weight, sums[0]), of(keys, key_weight, sums[1])
 
 
 _PACKAGE = "sglang.srt.models"

@@ -21,7 +21,7 @@ from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.weights.quantization import can_be_quantized, quantized
 
 _BLOCK = (128, 128)
-_PROJECTION = re.compile(r"(?<!\beh)_proj(_with_mqa)?\.weight$")
+_PROJECTION = re.compile(r"((?<!\beh)_proj(_with_mqa)?|\.w[123])\.weight$")
 
 
 def to_fp8(model: Path, folder: Path, file_bytes: int = FILE_BYTES) -> BlockFp8:

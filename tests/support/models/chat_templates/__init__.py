@@ -20,6 +20,8 @@ _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eo
 _HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 _KIMI = ("<|im_assistant|>", "<|im_user|>", "<|im_system|>", "<|im_middle|>")
 
+_MINIMAX = ("]~!b[", "]~b]", "[e~[", "<think>", "</think>")
+
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
@@ -28,6 +30,8 @@ class ChatModel:
     family: str
     special_tokens: tuple[str, ...] = ()
     bos_token: str | None = None
+    eos_token: str | None = None
+    """Absent: Qwen's."""
 
 
 CHAT_MODELS: Mapping[str, ChatModel] = {
@@ -42,6 +46,8 @@ CHAT_MODELS: Mapping[str, ChatModel] = {
     "llama3.1": ChatModel("llama3", _LLAMA, _LLAMA[0]),
     "kimi_k2": ChatModel("kimi", _KIMI),
     "gpt_oss": ChatModel("gpt_oss", _HARMONY),
+    "olmo3": ChatModel("olmo3", eos_token="<|endoftext|>"),
+    "minimax_m2": ChatModel("minimax_m2", _MINIMAX),
     "smollm2": ChatModel("qwen"),
 }
 
@@ -51,6 +57,6 @@ def make_chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
     model, tokenizer = CHAT_MODELS[name], make_tiny_tokenizer()
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in model.special_tokens])
     tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
-    tokenizer.bos_token = model.bos_token
+    tokenizer.bos_token, tokenizer.eos_token = model.bos_token, model.eos_token or tokenizer.eos_token
     tokenizer.chat_template = (Path(__file__).parent / f"{name}.jinja").read_text()
     return tokenizer

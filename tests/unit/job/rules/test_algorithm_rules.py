@@ -7,7 +7,7 @@ import re
 import pytest
 
 from headrace.job.option import ALIASES, options
-from headrace.job.rules.rules import algorithm_warnings
+from headrace.job.rules.rules import algorithm_warnings, warnings
 
 KL_IN_REWARD = "--advantage-estimator ppo --kl-coef 0.01"
 LONE = "--n-samples-per-prompt 1"
@@ -59,3 +59,18 @@ def test_kept_sampling_masks_are_the_way_out_that_the_warning_names(load_with) -
 def test_what_is_allowed_and_probably_not_meant_is_warned_of(load_with, flags: str, warning: str) -> None:
     (found,) = algorithm_warnings(load_with(*flags.split()))
     assert re.search(warning, found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--sglang-speculative-algorithm NGRAM", []),
+        ("--sglang-speculative-algorithm EAGLE", ["spec_accept_length"]),
+        ("--sglang-speculative-algorithm EAGLE3 --sglang-speculative-draft-model-path d/raft", ["d/raft"]),
+        ("--sglang-speculative-algorithm EAGLE --debug-rollout-only", []),
+    ],
+)
+def test_a_draft_that_does_not_follow_the_policy_is_warned_of_once(load_with, flags: str, said: list[str]) -> None:
+    found = [warning for warning in warnings(load_with(*flags.split())) if "--sglang-speculative-algorithm" in warning]
+    assert len(found) == len(said)
+    assert all(word in warning for word, warning in zip(said, found, strict=True))

@@ -104,6 +104,23 @@ def one(**group: object) -> tuple[str, ...]:
     return ("--engine-groups", json.dumps({"num_engines": 1, **group}))
 
 
+PARTS = (*one(worker_type="prefill", name="p"), *one(worker_type="decode", name="d"))
+ABORT = ("--update-weight-pause-mode", "abort")
+
+
+def test_prefill_and_decode_groups_are_planned_and_started_as_such(job_file: Path, tmp_path: Path, capsys) -> None:
+    text = SLIME.replace("regular", "prefill", 1).replace("regular", "decode")
+    (tmp_path / "engines.yaml").write_text(text)
+    flags = ("--sglang-config", str(tmp_path / "engines.yaml"), "--sglang-disaggregation-transfer-backend", "nixl")
+    job = load(job_file, (*flags, *ABORT), {})
+    modes = [slot_options(job)(number).sglang["disaggregation_mode"] for number in range(3)]
+    assert modes == [slots_of(job)(number).worker_type for number in range(3)] == ["prefill", "prefill", "decode"]
+    main(["check", str(job_file), "--fast", *flags, *ABORT])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "group-1: 2 prefill engines of 1 tensor-parallel processes" in printed
+    assert "group-2: 1 decode engine of 1 tensor-parallel processes" in printed
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -111,7 +128,20 @@ def one(**group: object) -> tuple[str, ...]:
         (("--engine-groups", "{}"), "engine group group-1: say how large it is, by num_engines or num_gpus"),
         (("--engine-groups", '{"num_gpus": 3, "num_gpus_per_engine": 2}'), "num_gpus 3 cannot be divided by"),
         (one(num_gpu=3), "number 1, num_gpu: Extra inputs are not permitted, got 3"),
-        (one(worker_type="prefill"), "worker_type prefill computes a part of each request"),
+        (one(worker_type="placeholder"), "worker_type placeholder reserves GPUs without an engine"),
+        (one(worker_type="prefill"), "of worker_type prefill: each request needs a prefill and a decode engine"),
+        ((*one(), *PARTS), "of worker_type decode and prefill and regular: each request needs"),
+        (PARTS, "update_weight_pause_mode in_place with prefill and decode groups: SGLang would say"),
+        (
+            (*PARTS, *ABORT, "--colocate", "--actor-num-gpus-per-node", "2"),
+            "colocate with prefill and decode groups was never tried",
+        ),
+        (
+            (*PARTS, *ABORT, "--keep-sampling-mask", "--rollout-top-p", "0.9"),
+            "keep_sampling_mask with prefill and decode groups",
+        ),
+        (("--sglang-disaggregation-transfer-backend", "nixl"), "has no effect without prefill and decode groups"),
+        ((*PARTS, *ABORT, "--sglang-disaggregation-bootstrap-port", "9"), "the worker_type of an engine group says it"),
         (one(overrides={"model_path": "m"}), "engine group group-1: --sglang-model-path cannot be given: set hf_che"),
         (one(overrides={"dtype": "float16"}), "dtype cannot be of a group, because all engines are given the same"),
         (one(overrides={"mem_fraction_static": 1.5}), "engine group group-1: --sglang-mem-fraction-static 1.5: should"),

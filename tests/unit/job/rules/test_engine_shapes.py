@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from headrace.job.load.resolve import resolve
 from headrace.job.rules.production import check_engine_model
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.models.registry import architecture
+from headrace.models.registry import PRESETS, architecture
 from tests.support.models.tiny_families import tiny_config
 
 ALL = "0,1,2,3,4,5,6,7"
@@ -183,6 +185,7 @@ def test_check_shows_the_machines_of_large_engines(name, placement, sglang, engi
     assert (shown["engines"], shown["GPUs"]) == (engines, gpus)
 
 
+_BROADCAST = ("--update-weight-transport", "collective")
 CHECKED = (
     (
         (
@@ -197,7 +200,11 @@ CHECKED = (
         ("--sglang-dp-size 2", "2 processes of this machine", "--rollout-placement slurm or ray"),
     ),
     (
-        ("--rollout-num-gpus-per-engine", "8", "--sglang-pp-size", "2", "--update-weight-transport", "collective"),
+        ("--rollout-num-gpus-per-engine", "8", "--sglang-dp-size", "2", "--sglang-enable-dp-attention"),
+        ("--sglang-dp-size 2", "divides attention only on GPUs", "leave it out"),
+    ),
+    (
+        (*_BROADCAST, "--rollout-num-gpus-per-engine", "8", "--sglang-pp-size", "2"),
         ("pp-size 2", "--update-weight-transport disk"),
     ),
     (("--sglang-tp-size", "2", "--sglang-pp-size", "2", "--rollout-num-gpus-per-engine", "2"), ("--sglang-tp-size 2",)),
@@ -222,3 +229,11 @@ def test_a_model_that_sglang_computes_on_gpus_alone_is_refused_where_there_is_no
     assert len(there.unchecked) == 1
     check_engine_model(load_with("--rollout-external-engine-addrs", "10.0.0.1:30000"), found, here)
     check_engine_model(load_with(), architecture(tiny_config("qwen3_moe")), here)
+
+
+def test_angles_that_sglang_does_not_read_are_refused(load_with, model: Path) -> None:
+    published = PRESETS["olmo-3-7B"].config
+    check_engine_model(load_with(), architecture(published), Scope(("rollout",)))
+    (model / "config.json").write_text(json.dumps(tiny_config("olmo3")))
+    with pytest.raises(ConfigError, match="Write rope_theta and rope_scaling"):
+        check_engine_model(load_with(), architecture(published), Scope(("rollout",)))

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import megatron
-from headrace.job.model import adapted_layers, check_adapters, last_word
+from headrace.job.megatron import megatron
+from headrace.job.model import adapted_layers, check_adapters, check_served_adapters, last_word
 from headrace.models.registry import architecture
 from tests.support.models.tiny_families import tiny_config
 
@@ -79,6 +79,28 @@ def test_layouts_that_cannot_train_adapters_of_experts_are_refused(given: dict[s
     experts = architecture(tiny_config("qwen3_moe"))
     with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
         check_adapters(experts, megatron(given), ("all-linear",))
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted", "is_served"),
+    [
+        ("qwen3", ("all-linear",), True),
+        ("qwen3_moe", ("q_proj", "o_proj"), True),
+        ("qwen3_moe", ("all-linear",), False),
+        ("deepseek_v3", ("q_a_proj",), False),
+    ],
+)
+def test_adapters_that_engines_load_beside_their_weights(family: str, wanted: tuple[str, ...], is_served: bool) -> None:
+    with nullcontext() if is_served else pytest.raises(ConfigError, match="lora-target-modules"):
+        check_served_adapters(architecture(tiny_config(family)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [((), "lora_rank"), (("--lora-rank", "8", "--colocate", "true"), "colocate")]
+)
+def test_what_adapters_alone_cannot_be_published_with_is_refused(load_with, words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_with("--update-weight-transport", "adapter", *words)
 
 
 def test_adapters_that_engines_do_not_serve_are_refused_by_name(load_with) -> None:

@@ -20,8 +20,7 @@ from starlette.responses import Response
 
 from headrace.cli.authority import issue_client, issue_service
 from headrace.errors import ConfigError, NotFound
-from headrace.rpc.access import Access, Tokens, add_token, revoke_token
-from headrace.rpc.roles import Role, roles_of
+from headrace.rpc.access import Access, Role, Tokens, add_token, revoke_token, roles_of
 from headrace.rpc.tls import TlsFolder
 from services.rollout.agents import endpoint as gate
 from services.rollout.agents.endpoint import Endpoint, Gate

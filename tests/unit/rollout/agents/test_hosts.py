@@ -26,7 +26,7 @@ from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument, Un
 from headrace.hooks.agent import Task, run_agent
 from headrace.hooks.args import HookArgs
 from headrace.ledger_tools.audit_run import audit_ledger, described
-from headrace.rpc.roles import Role
+from headrace.rpc.access import Role
 from headrace.rpc.tls import TlsFolder
 from headrace.run_folder import RunFolder, ServiceEntry
 from headrace.trajectory import Sample, Status

@@ -87,6 +87,26 @@ async def test_a_router_that_ends_or_hangs_is_replaced_while_requests_go_on_and_
     assert [(e.restarts, e.state) for e in routed.fleet.engines] == [(0, EngineState.READY)] * 2
 
 
+async def test_a_router_that_divides_requests_gives_each_to_an_engine_of_either_kind(tmp_path: Path) -> None:
+    timing = FleetTiming(start_seconds=60)
+    router = Router(ROLLOUT, tmp_path / "router.log", request_seconds=240, timing=timing, divides_requests=True)
+    parts = ("prefill", "prefill", "decode")
+    fleet = Fleet(3, 1, lambda number: FakeEngine(WIRE, part=parts[number]), router, timing)
+    await asyncio.gather(router.start(), fleet.start())
+    client = EngineClient(router.url)
+    generator = Generator(client, fleet.weights, fleet.suspect)
+    for number in range(4):
+        params = SamplingParams(max_new_tokens=8)
+        answer = await generator.generate(PROMPT, params, request_id=f"r{number}", seconds=60)
+        assert list(answer.tokens) == response_to(PROMPT, 8)
+    first, second, decode = (e.process.bodies for e in fleet.engines if isinstance(e.process, FakeEngine))
+    rooms = {body["bootstrap_room"]: body["bootstrap_port"] for body in (*first, *second)}
+    assert rooms == dict.fromkeys((body["bootstrap_room"] for body in decode), 8998)
+    assert (len(first), len(second), len(rooms)) == (2, 2, 4)
+    await client.close()
+    await asyncio.gather(fleet.stop(), router.stop())
+
+
 def job_of(*, prompts: int = 8, samples: int = 8, engines: int = 2, services: int = 1) -> Job:
     return Job.model_validate(
         {

@@ -27,16 +27,18 @@ from tests.support.models.tiny_model import make_tiny_tokenizer
 Messages = list[dict[str, Any]]
 
 NAMES = sorted(CHAT_MODELS)
-OPENS_A_THOUGHT = "deepseek_r1_distill_qwen"  # whose prompts always open one, which its template drops later
+# whose prompts always open one, which their templates drop later
+OPENS_A_THOUGHT = ("deepseek_r1_distill_qwen", "minimax_m2")
 FINAL = "<|channel|>final<|message|>"
 NO_THOUGHT = {
     "gpt_oss": FINAL,
-    OPENS_A_THOUGHT: "\n</think>\n\n",
+    **dict.fromkeys(OPENS_A_THOUGHT, "\n</think>\n\n"),
     "glm4.5": "\n<think></think>\n",
     "glm4.6": "\n<think></think>\n",
 }
 """What a model writes before an answer that it has not thought about, behind a prompt that does not say so."""
-WITH_TOOLS = sorted(set(NAMES) - {"llama3", "llama3.1", "smollm2", "kimi_k2", "deepseek_r1_distill_qwen", "gpt_oss"})
+TEXT_ALONE = {"llama3", "llama3.1", "smollm2", "kimi_k2", "deepseek_r1_distill_qwen", "gpt_oss", "olmo3", "minimax_m2"}
+WITH_TOOLS = sorted(set(NAMES) - TEXT_ALONE)
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 
 
@@ -73,6 +75,8 @@ def stop(name: str, following: str | None = None) -> str:
     family = CHAT_MODELS[name].family
     if family == "gpt_oss" and following is not None:
         return ""  # an earlier turn ends as the model reads it, and not as it writes it
+    if family == "olmo3" and following is not None:
+        return FAMILIES[family][1]
     return "<|observation|>" if family == "glm4" and following == "tool" else FAMILIES[family][0]
 
 
@@ -115,7 +119,7 @@ def expected(name: str, messages: Messages) -> str:
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or not message.get("step_loss_mask", 1):
             continue
-        if name == OPENS_A_THOUGHT and i < len(messages) - 1:
+        if name in OPENS_A_THOUGHT and i < len(messages) - 1:
             continue
         if name == "qwen3.5" and i < last:  # its prompts open a thought, too, and it drops those before a question
             continue
@@ -251,10 +255,12 @@ def test_an_answer_is_tokenized_apart_from_its_prompt(tmp_path: Path, name: str)
     stop, cuts_blanks = FAMILIES[family][0], name.startswith(("qwen3", "glm", "llama"))
     unthought = "\n<think></think>\n" if name.startswith("glm") else ""
     answers = [f"{unthought}The answer is 3.{stop}", f"{unthought}7{stop}" if cuts_blanks else f"\n7{stop}"]
-    if name == "deepseek_r1_distill_qwen":  # whose prompts open a thought
+    if name in OPENS_A_THOUGHT:
         answers = [f"\n</think>\n\n\n7{stop}"]
     if name == "gpt_oss":
         answers = [f"{FINAL}The answer is 3.", f"{FINAL}\n7{stop}"]
+    if name == "olmo3":
+        answers[0] = "The answer is 3.<|im_end|>"
     if name == "qwen3.5":
         answers = answers[1:]
     assert texts == answers

@@ -61,9 +61,12 @@ def test_an_engine_that_lacks_a_tensor_is_told_from_one_with_tied_embeddings() -
 
 
 async def test_a_probe_that_is_not_a_number_disagrees() -> None:
-    class Engine:
+    class Client:
         async def score(self, tokens: Any, **_: Any) -> list[float]:
             return [float("nan")]
+
+    class Engine:
+        client, worker_type = Client(), "regular"
 
     with pytest.raises(ChecksumMismatch):
         await ask(Probe([1, 2], [-0.5], 0.5), cast(Any, Engine()), 3, seconds=1)

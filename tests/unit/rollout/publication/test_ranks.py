@@ -1,4 +1,7 @@
-"""Every rank of an engine joins every group of the sender's stages, on however many machines the engine is."""
+"""Every rank of an engine joins every group of the sender's stages, on however many machines the engine is.
+
+Parts of attention (--sglang-dp-size) divide requests, not weights: their ranks join as any others.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.support.fakes.engine_checksums import engine_checksums, flat_bytes
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.gloo_engine import GlooEngine
 
-SHAPES = (EngineShape(4, nodes=2), EngineShape(1), EngineShape(4, nodes=2))
+SHAPES = (EngineShape(4, nodes=2), EngineShape(1), EngineShape(4, nodes=2), EngineShape(2, dp_size=2))
 STAGES = ("model.layers.0.w", "model.layers.1.w")
 """Of a trainer with two pipeline stages: each sends its own tensor in its own group."""
 
@@ -57,7 +60,7 @@ async def sent(engines: Engines, weights: Mapping[str, torch.Tensor]) -> str:
         groups=[GroupPlan(group.name, "127.0.0.1", group.port, (n,)) for n, group in enumerate(groups)],
     )
     begun = await engines.receiver.begin(plan)
-    assert begun.world_size == 1 + 4 + 1 + 4
+    assert begun.world_size == 1 + 4 + 1 + 4 + 2
     await asyncio.gather(*(asyncio.to_thread(group.join, begun.world_size, lambda: False) for group in groups))
     for number, (name, group) in enumerate(zip(STAGES, groups, strict=True)):
         receiving = asyncio.create_task(engines.receiver.receive(plan.publication_id, number))
@@ -70,7 +73,7 @@ async def test_each_rank_receives_what_each_stage_sends(engines: Engines) -> Non
     weights = {name: torch.randn(3, 5) for name in STAGES}
     publication = await sent(engines, weights)
     committed = await engines.receiver.commit(publication, engine_checksums(weights))
-    assert committed.engine_ids == ("engine-0", "engine-1", "engine-2")
+    assert committed.engine_ids == ("engine-0", "engine-1", "engine-2", "engine-3")
     for fake in engines.fakes:
         for tensors in fake.of_ranks:
             assert all(torch.equal(tensors[name], weights[name]) for name in STAGES)

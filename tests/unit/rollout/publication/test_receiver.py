@@ -15,12 +15,14 @@ from headrace.errors import (
     InvalidArgument,
     PublicationAborted,
 )
+from headrace.job.engine_shape import EngineShape
 from headrace.publication import Probe, TensorSpec
-from services.rollout.engine.fleet import Engine, EngineState
+from services.rollout.engine.fleet import Engine, EngineSlot, EngineState, Fleet, FleetTiming
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from tests.support.fake_weights import fake_checksum
-from tests.support.fakes.fake_fleet import WIRE, FakeFleet
+from tests.support.fakes.fake_engine import FakeEngine
+from tests.support.fakes.fake_fleet import WIRE, FakeFleet, RememberedRouting
 
 CHECKSUMS = {name: fake_checksum(content) for name, content in WIRE.items()}
 PLAN = Plan(
@@ -219,6 +221,26 @@ async def test_an_engine_that_computes_something_else_with_the_same_weights_is_t
     truth = [-(token % 7 + 1) / 10 for token in tokens[1:]]
     committed = await receiver.commit("p1", CHECKSUMS, Probe(tokens, truth, max_mean_difference=0.2))
     assert (committed.engine_ids, committed.lost_engine_ids) == (("engine-0",), ("engine-1",))
+
+
+async def test_both_engines_of_divided_requests_get_the_weights_and_the_one_with_prompts_the_probe() -> None:
+    parts = ("prefill", "decode")
+
+    def slot(number: int) -> EngineSlot:
+        return EngineSlot(EngineShape(1), parts[number], parts[number])
+
+    timing, tokens = FleetTiming(check_interval_seconds=0.05), (5, 6, 7)
+    fleet = Fleet(2, slot, lambda number: FakeEngine(WIRE, part=parts[number]), RememberedRouting(), timing)
+    await fleet.start()
+    receiver = Receiver(fleet)
+    await send(receiver)
+    truth = [-(token % 7 + 1) / 10 for token in tokens[1:]]
+    committed = await receiver.commit("p1", CHECKSUMS, Probe(tokens, truth, max_mean_difference=1e-6))
+    assert committed.engine_ids == ("engine-0", "engine-1")
+    prefill, decode = (e.process.bodies for e in fleet.engines if isinstance(e.process, FakeEngine))
+    assert [body["bootstrap_host"] for body in prefill] == ["2.2.2.2"]
+    assert not decode
+    await fleet.stop()
 
 
 async def test_a_probe_that_all_engines_fail_ends_the_publication_and_the_old_version_stays(

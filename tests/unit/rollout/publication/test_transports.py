@@ -149,3 +149,11 @@ async def test_when_all_engines_refuse_the_weights_none_is_started_again_though_
     with pytest.raises(PublicationAborted, match="every engine refused: .*told to"):
         await receiver.receive("p1", 0)
     await fakes.until(lambda: [(e.state, e.restarts) for e in fakes.fleet.engines] == [(EngineState.STALE, 0)] * 2)
+
+
+async def test_an_engines_draft_model_keeps_its_own_weights_of_the_same_names(fakes: FakeFleet, tmp_path: Path) -> None:
+    receiver = Receiver(fakes.fleet, tmp_path)
+    plan = replace(PLAN, publication_id="p1", policy_version=1, groups=[GroupPlan("p1", "127.0.0.1", 1, (0, 1))])
+    assert await through(receiver, plan) == ("engine-0", "engine-1")
+    assert [fakes.fake(number).weights for number in (0, 1)] == [WIRE, WIRE]
+    assert [fakes.fake(number).sent_to_draft for number in (0, 1)] == [[], []]

@@ -47,10 +47,10 @@ def receive_late(opened: StageGroup, policy: WatchedPolicy) -> list[torch.Tensor
     return received
 
 
-def joined(opened: StageGroup) -> dist.ProcessGroupGloo:
-    store = dist.TCPStore(opened.host, opened.port, 2, False, timedelta(seconds=SECONDS))
+def joined(opened: StageGroup, rank: int = 1, world_size: int = 2) -> dist.ProcessGroupGloo:
+    store = dist.TCPStore(opened.host, opened.port, world_size, False, timedelta(seconds=SECONDS))
     prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{opened.name}/", dist.PrefixStore(opened.name, store)))
-    return dist.ProcessGroupGloo(prefixed, 1, 2, timedelta(seconds=SECONDS))
+    return dist.ProcessGroupGloo(prefixed, rank, world_size, timedelta(seconds=SECONDS))
 
 
 def receive(opened: StageGroup, num_buckets: int) -> Iterator[torch.Tensor]:
@@ -62,8 +62,23 @@ def receive(opened: StageGroup, num_buckets: int) -> Iterator[torch.Tensor]:
         yield received
 
 
-def sender_of(policy: WatchedPolicy, is_aborted: Callable[[str], bool] = lambda _: False) -> WeightSender:
-    layout = SimpleNamespace(device=torch.device("cpu"), pp_rank=0, tp_rank=0, dp_rank=0)
+class StagePolicy:
+    """The tensors of one pipeline stage."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
+
+    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights.items()
+
+    def hf_tensor_specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in self.weights.items()]
+
+
+def sender_of(
+    policy: WatchedPolicy | StagePolicy, is_aborted: Callable[[str], bool] = lambda _: False, stage: int = 0
+) -> WeightSender:
+    layout = SimpleNamespace(device=torch.device("cpu"), pp_rank=stage, tp_rank=0, dp_rank=0)
     return WeightSender(
         cast(Policy, policy),
         cast(Layout, layout),
@@ -118,3 +133,35 @@ def test_a_group_that_is_given_up_does_not_keep_the_others_from_their_buckets() 
     assert "given up while sending" in sent.left[0]
     assert sent.checksums == engine_checksums(policy.weights)
     assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, policy.weights.values(), strict=True))
+
+
+def test_stages_describe_send_and_hash_each_tensor_once_and_every_rank_of_an_engine_gets_it() -> None:
+    """Layers are of one stage each, so what an engine fuses is never of two."""
+    layers = [f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(2) for part in "qkv"]
+    names = [["model.embed_tokens.weight", *layers[:3]], [*layers[3:], "model.norm.weight"]]
+    stages = [{name: torch.randn(8, 4) for name in of_stage} for of_stage in names]
+    senders = [sender_of(StagePolicy(weights), stage=number) for number, weights in enumerate(stages)]
+    described = [sender.describe() for sender in senders]
+    assert [[spec.name for bucket in each.buckets for spec in bucket] for each in described if each] == names
+    opened = [group for sender in senders if (group := sender.open(0))]
+
+    def received(group: StageGroup, rank: int, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        flat = torch.empty(sum(each.nbytes for each in weights.values()), dtype=torch.uint8)
+        joined(group, rank, 3).broadcast([flat], dist.BroadcastOptions()).wait()  # type: ignore[attr-defined]
+        return flat.view(torch.float32)
+
+    with ThreadPoolExecutor(6) as threads:
+        sending = [threads.submit(sender.send, "p", {0: 3}) for sender in senders]
+        ranks = [
+            [threads.submit(received, group, rank, weights) for rank in (1, 2)]
+            for group, weights in zip(opened, stages, strict=True)
+        ]
+        sent = [each.result() for each in sending]
+        for of_stage, weights in zip(ranks, stages, strict=True):
+            expected = torch.cat([weight.flatten() for weight in weights.values()])
+            assert all(rank.result().equal(expected) for rank in of_stage)
+    for sender in senders:
+        sender.drop([0])
+    checksums = [each.checksums for each in sent if each]
+    assert not checksums[0].keys() & checksums[1].keys()
+    assert checksums[0] | checksums[1] == engine_checksums(stages[0] | stages[1])

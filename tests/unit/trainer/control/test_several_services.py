@@ -151,7 +151,7 @@ class Run:
 @asynccontextmanager
 async def a_run(folder: Path, transport: str = "collective", num_services: int = 2) -> AsyncIterator[Run]:
     config = PublishSection.model_validate(
-        {"update_weight_transport": transport, "update_weight_timeout_seconds": 20.0, **ROLLBACK[transport]}
+        {"update_weight_transport": transport, "update_weight_timeout_seconds": 20.0, **ROLLBACK.get(transport, {})}
     )
     model = Model(root=None if transport == "collective" else folder)
     channel = Channel(0, 1, b"")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron import MegatronArgs
 from headrace.models.registry import PRESETS
 from services.trainer.megatron.optimizer import parameter_schedule
 from tests.support.ranks.offloading import FLAGS as OFFLOADS

@@ -38,6 +38,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 """Dense, with experts, and with experts and linear attention, latent attention, or windows and sinks."""
 if ALL:
     LAYOUTS |= {
+        "minimax_m2@alone": (1, {}),
+        "minimax_m2@cp2": (2, CP2),
+        "olmo3@alone": (1, {}),
+        "olmo3@cp2": (2, CP2),
+        "olmo3@cp2-tp2": (4, CP2 | TP2),
         "qwen3@tp2": (2, TP2),
         "qwen3@pp2": (2, {"pipeline_model_parallel_size": 2}),
         "qwen3@cp2-tp2": (4, CP2 | TP2),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import (
-    TYPE_CHECKING,  # the types in fields.json
+    TYPE_CHECKING,  # the types in megatron_fields.json
     Annotated,
     Any,
     Literal,
@@ -38,7 +38,9 @@ from headrace.job.schema.section import (
     literal,
 )
 
-_TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_name("fields.json").read_text(encoding="utf-8"))
+# Every field of Megatron-core's configs, from megatron_fields.json, which tools/megatron_fields.py writes.
+
+_TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_name("megatron_fields.json").read_text(encoding="utf-8"))
 _FIELDS: Mapping[str, Mapping[str, Any]] = _TABLE["fields"]
 
 VERSIONS: tuple[str, ...] = tuple(_TABLE["versions"])
