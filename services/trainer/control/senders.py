@@ -162,7 +162,17 @@ class Sender:
 
         An error is in the answer.
         """
-        return None
+        checksums = EngineChecksums()
+        failure: str | None = None
+        try:
+            for name, tensor in self._tensors():
+                if self._is_sender:
+                    checksums.update([(name, tensor)])
+        except HeadraceError as error:
+            failure = error.message
+        if not self._is_sender:
+            return None
+        return Sent(self._stage, {} if failure else checksums.result(), failure)
 
     def keep(self) -> None:
         """Collective: copies the current weights into this sender's host memory, or what changed if that was sent."""
@@ -261,19 +271,6 @@ class WeightSender(Sender):
             self._groups[service] = WeightGroup(name, self._host, self._backend, self._timeout_seconds)
         group = self._groups[service]
         return StageGroup(self._stage, group.name, self._host, group.port, group.joined)
-
-    def hashed(self) -> Sent | None:
-        checksums = EngineChecksums()
-        failure: str | None = None
-        try:
-            for name, tensor in self._tensors():
-                if self._is_sender:
-                    checksums.update([(name, tensor)])
-        except HeadraceError as error:
-            failure = error.message
-        if not self._is_sender:
-            return None
-        return Sent(self._stage, {} if failure else checksums.result(), failure)
 
     def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
         """Joins if need be and broadcasts every bucket."""

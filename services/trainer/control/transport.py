@@ -346,20 +346,12 @@ def _checksums(sent: Sequence[Sent]) -> dict[str, str]:
 
 
 _MOST_DELTAS = 32
-_OF_CHECKPOINT = 0
-"""The version of the weights in hf_checkpoint."""
 
 
 class CollectiveTransport:
-    """Senders broadcast to the engines. With `keeps` they copy what is served into host memory, to send it again.
+    """Senders broadcast to the engines. With `keeps` they copy what is served into host memory, to send it again."""
 
-    With `hashes` the weights that a run begins with are first compared with those that engines have loaded themselves,
-    and broadcast only if they differ.
-    """
-
-    def __init__(
-        self, ranks: RankGroup, *, seconds: float, keeps: bool, hashes: bool, sends_deltas: bool = False
-    ) -> None:
+    def __init__(self, ranks: RankGroup, *, seconds: float, keeps: bool, sends_deltas: bool = False) -> None:
         self._ranks = ranks
         self._changes = Changes(ranks, seconds=seconds, is_wanted=sends_deltas)
         self._changed: Changed | None = None
@@ -369,16 +361,9 @@ class CollectiveTransport:
         self._sends_deltas = sends_deltas
         self._made_plan: PublicationPlan | None = None
         self._plan_of_deltas: PublicationPlan
-        self._may_be_loaded = hashes
-        self._loaded: dict[str, str] | None = None
 
     async def prepare(self, attempt: Attempt, services: Collection[int]) -> Offer:
         """The senders listen."""
-        plan = await self._plan()
-        if self._may_be_loaded and attempt.source is Source.NEW and attempt.policy_version == _OF_CHECKPOINT:
-            self._loaded = _checksums(await self._ranks.gather(self._seconds, RankWorker.hash_weights))
-            return Offer(pb.TRANSPORT_LOADED, plan.manifest)
-        self._may_be_loaded = False
         if self._compared_for is not attempt:
             self._compared_for = attempt
             self._changed = await self._changes.found(services) if attempt.source is Source.NEW else None
@@ -396,8 +381,6 @@ class CollectiveTransport:
         self, attempt: Attempt, recipients: Recipients, begun: Mapping[int, pb.BeginPublishResponse]
     ) -> Mapping[str, str]:
         """Senders join their groups and broadcast, while engines are asked to receive."""
-        if self._loaded is not None:
-            return self._loaded
         sending = asyncio.create_task(
             send_weights(
                 self._ranks,
@@ -428,7 +411,6 @@ class CollectiveTransport:
         return sent.checksums
 
     async def accept(self, attempt: Attempt, digests: Digests) -> bool:
-        self._may_be_loaded, self._loaded = False, None
         await self._changes.accept(digests)
         if self._keeps and not self._sends_deltas:
             await self._ranks.call(RankWorker.keep_weights)
@@ -442,15 +424,13 @@ class CollectiveTransport:
         await self._ranks.call(RankWorker.drop_groups, list(services))
 
     async def drop(self, services: Collection[int]) -> bool:
-        """True where all weights are broadcast next: engines had loaded others, or lack those that a delta changes."""
-        had_loaded, had_delta = self._loaded is not None, self._changed is not None
-        self._may_be_loaded, self._loaded = False, None
+        """True where all weights are broadcast next, because engines lack those that a delta changes."""
+        had_delta = self._changed is not None
         if had_delta:
             self._changed = None
             self._changes.forget()
-        if not had_loaded:
-            await self._ranks.call(RankWorker.drop_groups, list(services))
-        return had_loaded or had_delta
+        await self._ranks.call(RankWorker.drop_groups, list(services))
+        return had_delta
 
     async def _offer(self, publication_id: str, recipients: Recipients, num_buckets: int) -> None:
         """Asks engines to receive one bucket after the other; senders go on without a service that fails."""
@@ -562,7 +542,7 @@ class DiskTransport:
         """Makes the folder of this attempt the served one."""
         await self._serve_offered()
         await self._changes.accept(digests)
-        return True
+        return self._served is not None  # else engines had loaded it themselves
 
     async def rejoined(self, digests: Digests) -> None:
         self._changes.rejoined(digests)
@@ -667,6 +647,55 @@ def _noted(written: Path) -> set[str]:
         return set()
 
 
+_OF_CHECKPOINT = 0
+"""The version of the weights in hf_checkpoint."""
+
+
+class LoadedFirst:
+    """Compares the weights that a run begins with with those that engines have loaded themselves.
+
+    Only where they differ does the `other` transport bring them, as it brings all later ones.
+    """
+
+    def __init__(self, ranks: RankGroup, other: Transport, *, seconds: float) -> None:
+        self._ranks = ranks
+        self._other = other
+        self._seconds = seconds
+        self._may_be_loaded = True
+        self._loaded: Mapping[str, str] | None = None
+
+    async def prepare(self, attempt: Attempt, services: Collection[int]) -> Offer:
+        is_first = attempt.source is Source.NEW and attempt.policy_version == _OF_CHECKPOINT
+        if not (self._may_be_loaded and is_first):
+            self._may_be_loaded = False
+            return await self._other.prepare(attempt, services)
+        self._loaded = _checksums(await self._ranks.gather(self._seconds, RankWorker.hash_weights))
+        stages = await self._ranks.gather(self._seconds, RankWorker.describe_weights)
+        return Offer(pb.TRANSPORT_LOADED, PublicationPlan.in_one_bucket(stages))
+
+    async def deliver(
+        self, attempt: Attempt, recipients: Recipients, begun: Mapping[int, pb.BeginPublishResponse]
+    ) -> Mapping[str, str]:
+        """Nothing is brought to engines that have it."""
+        return self._loaded if self._loaded is not None else await self._other.deliver(attempt, recipients, begun)
+
+    async def accept(self, attempt: Attempt, digests: Digests) -> bool:
+        self._may_be_loaded, self._loaded = False, None
+        return await self._other.accept(attempt, digests)
+
+    async def rejoined(self, digests: Digests) -> None:
+        await self._other.rejoined(digests)
+
+    async def leave(self, services: Collection[int]) -> None:
+        await self._other.leave(services)
+
+    async def drop(self, services: Collection[int]) -> bool:
+        """True when engines had loaded other weights than the run begins with."""
+        had_loaded = self._loaded is not None
+        self._may_be_loaded, self._loaded = False, None
+        return had_loaded or await self._other.drop(services)
+
+
 def transport_of(
     config: PublishSection,
     ranks: RankGroup,
@@ -680,16 +709,15 @@ def transport_of(
 
     `written` is where the run notes its versions if other runs may write below `root`.
     """
-    seconds = config.update_weight_timeout_seconds
+    seconds, deltas = config.update_weight_timeout_seconds, config.update_weight_delta
+    other: Transport
     match config.update_weight_transport:
         case "auto" | "collective":
             keeps = config.update_weight_rollback == "host"
-            return CollectiveTransport(
-                ranks, seconds=seconds, keeps=keeps, hashes=hashes, sends_deltas=config.update_weight_delta
-            )
+            other = CollectiveTransport(ranks, seconds=seconds, keeps=keeps, sends_deltas=deltas)
+        case "ipc":
+            other = DiskTransport(ranks, root, devices, seconds=seconds, kind=pb.TRANSPORT_IPC)
         case "disk" | "adapter" as way:
             kind = pb.TRANSPORT_DISK if way == "disk" else pb.TRANSPORT_ADAPTER
-            deltas = config.update_weight_delta
             return DiskTransport(ranks, root, devices, seconds=seconds, kind=kind, written=written, sends_deltas=deltas)
-        case "ipc":
-            return DiskTransport(ranks, root, devices, seconds=seconds, kind=pb.TRANSPORT_IPC)
+    return LoadedFirst(ranks, other, seconds=seconds) if hashes and not devices.is_shared else other

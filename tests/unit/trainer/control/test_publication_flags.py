@@ -26,7 +26,7 @@ from services.trainer.control.channel import Channel
 from services.trainer.control.publication import Publisher
 from services.trainer.control.ranks import RankGroup
 from services.trainer.control.senders import Sender, Sent, StageGroup, StageWeights
-from services.trainer.control.transport import CollectiveTransport, transport_of
+from services.trainer.control.transport import CollectiveTransport, LoadedFirst, transport_of
 from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
@@ -278,7 +278,8 @@ async def publisher(engines: Engines, done: list[str], *, hashes: bool = True) -
 
     channel = Channel(0, 1, b"")
     ranks, rollout = RankGroup(channel, Worker(), ThreadPoolExecutor(1)), cast(RolloutClient, engines)
-    transport = CollectiveTransport(ranks, seconds=20.0, keeps=True, hashes=hashes)
+    other = CollectiveTransport(ranks, seconds=20.0, keeps=True)
+    transport = LoadedFirst(ranks, other, seconds=20.0) if hashes else other
     yield Publisher(
         ranks, [rollout], transport, PublishSection(), backend="gloo", away_seconds=60.0, devices=OwnDevices()
     )
