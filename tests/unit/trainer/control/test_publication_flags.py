@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
-from headrace.errors import ChecksumMismatch, Unavailable
+from headrace.errors import ChecksumMismatch, ConfigError, Unavailable
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import PublishSection
 from headrace.publication import Probe, TensorSpec
@@ -211,21 +211,22 @@ def test_check_says_where_versions_lie_and_refuses_transports_that_cannot_be(
 
 
 def test_auto_is_memory_where_all_is_started_here_a_broadcast_elsewhere_and_files_where_no_group_can_be(
-    job_file: Path, capsys: pytest.CaptureFixture[str]
+    load_with: Callable[..., Job], job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for flags, said in (
-        ("", "through shared memory in /dev/shm/headrace-"),
-        ("--update-weight-rollback host", "broadcast to the engines"),
-        ("--rollout-address 10.0.0.7:7000", "broadcast to the engines"),
-        ("--update-weight-delta", "broadcast to the engines; the whole each time, as in float32"),
-        ("--update-weight-delta --bf16", "broadcast to the engines; what changed alone"),
-        ("--update-weight-delta --sglang-pp-size 2 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2", "files in"),
+    for flags, transport in (
+        ("", "ipc"),
+        ("--update-weight-rollback host", "collective"),
+        ("--rollout-address 10.0.0.7:7000", "collective"),
+        ("--update-weight-delta", "collective"),
+        ("--update-weight-delta --sglang-pp-size 2 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2", "disk"),
     ):
-        assert main(["check", str(job_file), *flags.split()]) == 0
-        assert said in " ".join(capsys.readouterr().out.split())
+        assert load_with(*flags.split()).publish.update_weight_transport == transport
     for flags in (f"{IPC} --update-weight-delta", "--update-weight-delta --rollout-external-engine-addrs 127.0.0.1:1"):
-        assert main(["check", str(job_file), *flags.split()]) == 2
-        assert "update_weight_delta" in "".join(capsys.readouterr())
+        with pytest.raises(ConfigError, match="update_weight_delta"):
+            load_with(*flags.split())
+    for flags, said in (("", "the whole each time, as in float32"), ("--bf16", "what changed alone")):
+        assert main(["check", str(job_file), "--update-weight-delta", *flags.split()]) == 0
+        assert f"broadcast to the engines; {said}" in " ".join(capsys.readouterr().out.split())
 
 
 OURS = {"t": "0123"}
