@@ -134,7 +134,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("poison")
     make_tiny(folder / "model", "qwen3", num_layers=2)
     with pytest.MonkeyPatch.context() as patch:
-        for edge in ("runtime.application.check_samples", "conversion.wire.check_envelope"):
+        for edge in ("runtime.application.check_samples", "wire.check_envelope"):
             patch.setattr(f"services.buffer.{edge}", lambda *args: None)
         asyncio.run(_run(folder))
     return Runs(folder)
