@@ -388,6 +388,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _run(copy, "protos/generate.sh", PROTOS / "python")
     _run(copy, BIN / "python", "-m", "tools.flags", "--write")
     _run(copy, BIN / "python", "-m", "tools.roles", "--write")
+    _run(copy, BIN / "python", "-m", "tools.families", "--write")
     return copy
 
 
@@ -405,6 +406,7 @@ def test_what_a_recipe_makes_works(tree: Path, name: str) -> None:
         (BIN / "lint-imports", "--no-cache"),
         (BIN / "python", "-m", "tools.flags"),
         (BIN / "python", "-m", "tools.roles"),
+        (BIN / "python", "-m", "tools.families"),
         (BIN / "python", "-m", "tools.sizes"),
         ("tools/check_protos.sh", PROTOS),
     ],
@@ -416,7 +418,7 @@ def test_the_gates_of_make_lint_pass_with_all_of_them(tree: Path, gate: tuple[st
 
 def test_every_gate_of_make_lint_is_tried_here() -> None:
     recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
-    assert recipe.count("echo") == 7, "ruff, mypy, import-linter, flags, page, roles, sizes: try another one above, too"
+    assert recipe.count("echo") == 8, "ruff, mypy, import-linter, flags, page, roles, families, sizes: try another, too"
 
 
 def test_every_recipe_of_the_document_is_followed_here() -> None:
