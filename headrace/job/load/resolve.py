@@ -194,7 +194,8 @@ def _with_transport(job: Job) -> Job:
         and placement.actor_num_nodes == 1
         and not placement.rollout_external_engine_addrs
     )
-    needs_other = publish.update_weight_delta or publish.update_weight_rollback == "host"
+    has_draft = bool(job.sglang.get("speculative_draft_model_path"))  # files would be loaded into it, too
+    needs_other = publish.update_weight_delta or publish.update_weight_rollback == "host" or has_draft
     # From GPU to GPU a broadcast is direct, and files in memory would go through the host.
     if starts_all_here and not num_gpus() and not needs_other and _memory_holds(job.model.hf_checkpoint):
         transport = "ipc"
