@@ -352,6 +352,11 @@ def check_engine_model(job: Job, architecture: Architecture, scope: Scope) -> No
                 f"hf_checkpoint {job.model.hf_checkpoint} ({architecture.family}) has {what}, which SGLang computes "
                 "only on a GPU, and this machine has none: start the engines on a machine with one"
             )
+    if str(job.sglang.get("speculative_algorithm")).upper() == "NGRAM":
+        scope.missing(
+            "--sglang-speculative-algorithm NGRAM needs kernels of SGLang's without a build for CPUs, and this "
+            "machine has no GPU: leave it out here"
+        )
 
 
 def check_engine_ranks(job: Job, architecture: Architecture, scope: Scope) -> None:
