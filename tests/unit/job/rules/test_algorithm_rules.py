@@ -64,7 +64,7 @@ def test_what_is_allowed_and_probably_not_meant_is_warned_of(load_with, flags: s
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--sglang-speculative-algorithm NGRAM", []),
+        ("--sglang-speculative-algorithm NGRAM --sglang-attention-backend triton", []),
         ("--sglang-speculative-algorithm EAGLE", ["spec_accept_length"]),
         ("--sglang-speculative-algorithm EAGLE3 --sglang-speculative-draft-model-path d/raft", ["d/raft"]),
         ("--sglang-speculative-algorithm EAGLE --debug-rollout-only", []),
