@@ -49,7 +49,7 @@ def pack(changes: Iterable[Change]) -> bytes:
 
 
 def unpack(delta: bytes, most_bytes: int) -> list[Change]:
-    """Raises InvalidArgument for what is no delta, and for one that needs more than `most_bytes`."""
+    """Raises InvalidArgument for bytes that are not a delta, or that unpack to more than `most_bytes`."""
     try:
         if (num_bytes := zstandard.frame_content_size(delta)) > most_bytes:
             raise InvalidArgument(f"a delta of {num_bytes:,} bytes for a model of {most_bytes:,}: send the whole")
