@@ -69,14 +69,14 @@ class Experts:
     """softmax or sigmoid"""
     normalized: bool
     """The weights of a token's experts sum to one (before scaling)."""
-    scaling_factor: float | None
-    has_shared_gate: bool
+    scaling_factor: float | None = None
+    has_shared_gate: bool = False
     """The shared experts' output is multiplied by a sigmoid gate of the token."""
-    has_router_bias: bool
+    has_router_bias: bool = False
     """A bias per expert that chooses experts and does not weigh them (https://arxiv.org/abs/2408.15664)."""
-    num_groups: int | None
+    num_groups: int | None = None
     """Experts come in groups, of which a token sees `groups_per_token`; None: no groups."""
-    groups_per_token: int | None
+    groups_per_token: int | None = None
 
     def in_layer(self, layer: int) -> bool:
         """True when the layer (counted from 0) has experts."""
@@ -330,7 +330,6 @@ def read_sigmoid_experts(raw: Mapping[str, Any]) -> Experts:
         score_function="sigmoid",
         normalized=True,
         scaling_factor=float(raw["routed_scaling_factor"]),
-        has_shared_gate=False,
         has_router_bias=True,
         num_groups=groups if groups > 1 else None,
         groups_per_token=per_token if groups > 1 else None,
@@ -355,11 +354,7 @@ def read_softmax_experts(raw: Mapping[str, Any]) -> Experts:
         shared_ffn_hidden_size=raw.get("shared_expert_intermediate_size"),
         score_function="softmax",
         normalized=bool(raw["norm_topk_prob"]),
-        scaling_factor=None,
         has_shared_gate=raw.get("shared_expert_intermediate_size") is not None,
-        has_router_bias=False,
-        num_groups=None,
-        groups_per_token=None,
     )
 
 

@@ -56,11 +56,6 @@ def read(raw: Mapping[str, Any]) -> Architecture:
             shared_ffn_hidden_size=None,
             score_function="softmax",
             normalized=True,
-            scaling_factor=None,
-            has_shared_gate=False,
-            has_router_bias=False,
-            num_groups=None,
-            groups_per_token=None,
         ),
     )
 

@@ -50,11 +50,7 @@ def read(raw: Mapping[str, Any]) -> Architecture:
             shared_ffn_hidden_size=None,
             score_function="sigmoid",
             normalized=True,
-            scaling_factor=None,
-            has_shared_gate=False,
             has_router_bias=True,
-            num_groups=None,
-            groups_per_token=None,
         ),
     )
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from headrace.disk import durable_write, sync
 from headrace.errors import DataLoss, FailedPrecondition
 from services.trainer.collective_io import write_tensors
+from services.trainer.hugging_face.shards import whole_shape
 
 FORMAT = 2
 """1 did not say what the whole tensors are, so a larger model's checkpoint could be taken for a smaller one's."""
@@ -93,11 +94,6 @@ class Place:
     def shard_elements(self) -> int:
         """The number of elements in the whole shard."""
         return math.prod(self.shape)
-
-
-def whole_shape(shape: Sequence[int], num_shards: int, split_dim: int) -> tuple[int, ...]:
-    """The shape of `num_shards` shards of that shape together."""
-    return tuple(size * num_shards if dim == split_dim else size for dim, size in enumerate(shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.errors import DataLoss
 from headrace.models.family import Sharding
 from headrace.rpc.log import log
-from services.trainer.checkpoint.manifest import Manifest, Place, ShardChunk, whole_shape
+from services.trainer.checkpoint.manifest import Manifest, Place, ShardChunk
 from services.trainer.collective_io import CollectiveIO
 from services.trainer.hugging_face.shards import ModelShard, cut, merge, split_dim
 from services.trainer.megatron.optimizer import Optimizer, Slot, put
@@ -191,7 +191,7 @@ class ModelState:
 
     def restore_weights(self, reader: CheckpointReader) -> None:
         """Weights alone: the start of another run, perhaps in another precision."""
-        reader.require({self._tensor(shard, WEIGHT): Expected(_whole(shard)) for shard in self._shards})
+        reader.require({self._tensor(shard, WEIGHT): Expected(shard.whole_shape) for shard in self._shards})
         self._read_weights(reader)
 
     def _read_weights(self, reader: CheckpointReader) -> None:
@@ -213,7 +213,7 @@ class ModelState:
     def _expected(self, reader: CheckpointReader) -> dict[str, Expected]:
         """Moments may be kept in any precision; weights and their master copies are the job's."""
         found = {
-            self._tensor(shard, WEIGHT): Expected(_whole(shard), str(shard.parameter.dtype).removeprefix("torch."))
+            self._tensor(shard, WEIGHT): Expected(shard.whole_shape, str(shard.parameter.dtype).removeprefix("torch."))
             for shard in self._shards
         }
         if self._optimizer is None:
@@ -229,9 +229,9 @@ class ModelState:
         for slot in self._slots():
             shard = self._by_parameter[id(slot.parameter)]
             for kind in kinds:
-                found[self._tensor(shard, kind)] = Expected(() if kind == "step" else _whole(shard))
+                found[self._tensor(shard, kind)] = Expected(() if kind == "step" else shard.whole_shape)
             if slot.main is not None:
-                found[self._tensor(shard, MAIN)] = Expected(_whole(shard), "float32")
+                found[self._tensor(shard, MAIN)] = Expected(shard.whole_shape, "float32")
         return found
 
     def _state_kinds(self, reader: CheckpointReader) -> list[str]:
@@ -274,10 +274,6 @@ class ModelState:
 
     def _slots(self) -> Iterator[Slot]:
         return iter(()) if self._optimizer is None else self._optimizer.slots()
-
-
-def _whole(shard: ModelShard) -> tuple[int, ...]:
-    return whole_shape(shard.parameter.shape, shard.num_shards, split_dim(shard.sharding))
 
 
 RANDOM = "random/"

@@ -99,8 +99,6 @@ class Compared(_Result, frozen=True):
     whole_bytes: int
     delta_bytes: int | None
     """None where the whole is to be sent."""
-    checksums: dict[str, str]
-    """What engines must hold after it."""
 
 
 SMALLER = 0.5
@@ -136,7 +134,7 @@ class Sender:
         whole = bucket_bytes is None
         self._buckets = [specs] if whole else split_into_buckets(specs, filling_bytes(specs, bucket_bytes or 0))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
-        self._device = layout.device
+        self._layout = layout
         self._kept = RollbackCopy(layout.device)
         self._changes: list[Change] = []
         self._delta: bytes | None = None
@@ -190,16 +188,15 @@ class Sender:
         """Collective: finds what changed since the weights that were kept; None on ranks that send nothing."""
         self._forget_delta()
         hashing, tensors = Hashing(self._thread), self._tensors()
-        whole_bytes = delta_bytes = 0
+        most_bytes, delta_bytes = SMALLER * self._whole_bytes, 0
         if self._is_sender and not self._kept.is_empty:
             with suppress(HeadraceError):  # weights that cannot be sent: the whole's sending says so
                 for name, tensor in tensors:
-                    whole_bytes += tensor.nbytes
                     if self._hashes:
                         hashing.add([(name, tensor)])
                     self._changes.append(change := self._kept.changed(name, tensor))
                     delta_bytes += change.positions.size + change.bits.nbytes
-                    if delta_bytes > SMALLER * self._whole_bytes:
+                    if delta_bytes > most_bytes:
                         break
                 else:
                     self._delta, self._compared = pack(self._changes), hashing.result()
@@ -211,7 +208,7 @@ class Sender:
         if not self._is_sender:
             return None
         size = None if self._delta is None else len(self._delta)
-        return Compared(self._stage, self._whole_bytes, size, self._compared)
+        return Compared(self._stage, self._whole_bytes, size)
 
     def send_delta(self, publication_id: str, world_sizes: Mapping[int, int]) -> Sent | None:
         """Collective: sends what was compared last, as `send` would send all."""
@@ -233,6 +230,32 @@ class Sender:
 
     def drop(self, services: Collection[int]) -> None:
         """Tears down what a failed publication to these rollout services left."""
+
+    def _file_name(self, stem: str) -> str:
+        """Of this stage's own file."""
+        return f"{stem}.safetensors" if self._layout.pp_size == 1 else f"{stem}-{self._stage}.safetensors"
+
+    def _written(
+        self, folder: Path, write: Callable[[Path], None], finish: Callable[[Path], None], checksums: dict[str, str]
+    ) -> Sent | None:
+        """Collective: each sender writes its files into a draft of the publication's folder, and rank 0 `finish`es it.
+
+        An error is in the answer.
+        """
+        draft = folder.parent / f".{folder.name}.draft"
+        work = CollectiveIO(_get_default_group(), self._layout.device, InvalidArgument)
+        is_first = self._layout.rank == 0
+        try:
+            work.do(lambda: _begin(draft) if is_first else None)
+            if self._is_sender:
+                work.attempt(lambda: write(draft))
+            work.agree()
+            work.do(lambda: finish(draft) if is_first else None)
+            work.do(lambda: _publish(draft, folder) if is_first else None)
+        except HeadraceError as error:
+            log.warning("writing_weights_failed", publication_id=folder.name, error=error.message)
+            return Sent(self._stage, {}, error.message) if self._is_sender else None
+        return Sent(self._stage, checksums) if self._is_sender else None
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         tensors = self._policy.hf_tensors()
@@ -301,7 +324,7 @@ class WeightSender(Sender):
         assert self._delta is not None, "rank 0 asks for what was compared"
         broadcasts = self._broadcasts(publication_id, world_sizes)
         try:
-            broadcasts.start(torch.frombuffer(bytearray(self._delta), dtype=torch.uint8).to(self._device))
+            broadcasts.start(torch.frombuffer(bytearray(self._delta), dtype=torch.uint8).to(self._layout.device))
             broadcasts.finish()
         except (HeadraceError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
             log.warning("sending_failed", publication_id=publication_id, error=str(error))
@@ -357,7 +380,6 @@ class WeightWriter(Sender):
     ) -> None:
         """`leaves`: weights leave their device once written."""
         super().__init__(policy, layout, is_aborted, bucket_bytes=None, form=form, hashes=hashes)
-        self._layout = layout
         self._root = root
         self._file_bytes = file_bytes
         self._memory = memory
@@ -386,12 +408,11 @@ class WeightWriter(Sender):
     def send_delta(self, publication_id: str, world_sizes: Mapping[int, int]) -> Sent | None:
         """Writes a folder as engines load them, in which each stage's delta is a tensor."""
         self._sent_delta = True
-        name = "model.safetensors" if self._layout.pp_size == 1 else f"model-{self._stage}.safetensors"
 
         def write(draft: Path) -> None:
             assert self._delta is not None, "rank 0 asks for what was compared"
             part = {f"{PREFIX}{self._stage}": torch.frombuffer(bytearray(self._delta), dtype=torch.uint8)}
-            (draft / name).write_bytes(save(part, {"format": "pt"}))
+            (draft / self._file_name("model")).write_bytes(save(part, {"format": "pt"}))
 
         def finish(draft: Path) -> None:
             (draft / "config.json").write_text("{}")
@@ -399,12 +420,7 @@ class WeightWriter(Sender):
                 files = {f"{PREFIX}{n}": f"model-{n}.safetensors" for n in range(self._layout.pp_size)}
                 (draft / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
-        try:
-            write_folder(self._layout, self._root / publication_id, write if self._is_sender else None, finish)
-        except HeadraceError as error:
-            log.warning("writing_weights_failed", publication_id=publication_id, error=error.message)
-            return Sent(self._stage, {}, error.message) if self._is_sender else None
-        return Sent(self._stage, self._compared) if self._is_sender else None
+        return self._written(self._root / publication_id, write, finish, self._compared)
 
     def _write(self, publication_id: str) -> int:
         """Returns this sender's bytes, once its folder is whole; their hashing may go on."""
@@ -434,7 +450,6 @@ class AdapterWriter(Sender):
         assert policy.adapters is not None, "the job's rules ask for lora_rank"
         self._adapters = policy.adapters
         self._buckets = [self._adapters.whole_specs()]
-        self._layout = layout
         self._root = root
 
     def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
@@ -448,34 +463,14 @@ class AdapterWriter(Sender):
         def finish(draft: Path) -> None:
             (draft / "adapter_config.json").write_text(json.dumps(self._adapters.served))
 
-        try:
-            write_folder(self._layout, self._root / publication_id, write if self._is_sender else None, finish)
-        except HeadraceError as error:
-            log.warning("writing_adapters_failed", publication_id=publication_id, error=error.message)
-            return Sent(self._stage, {}, error.message) if self._is_sender else None
-        return Sent(self._stage, checksums) if self._is_sender else None
+        return self._written(self._root / publication_id, write, finish, checksums)
 
     def _write(self, draft: Path, matrices: Mapping[str, Tensor]) -> tuple[str, str]:
         """The file's name and its SHA-256."""
         content = save({name: matrix.cpu() for name, matrix in matrices.items()}, {"format": "pt"})
-        name = "adapter_model.safetensors" if self._layout.pp_size == 1 else f"adapter_model-{self._stage}.safetensors"
+        name = self._file_name("adapter_model")
         (draft / name).write_bytes(content)
         return name, hashlib.sha256(content).hexdigest()
-
-
-def write_folder(
-    layout: Layout, folder: Path, write: Callable[[Path], None] | None, finish: Callable[[Path], None]
-) -> None:
-    """Collective: `write` puts a sender's files into a draft, `finish` on rank 0 the rest. All ranks raise alike."""
-    draft = folder.parent / f".{folder.name}.draft"
-    work = CollectiveIO(_get_default_group(), layout.device, InvalidArgument)
-    is_first = layout.rank == 0
-    work.do(lambda: _begin(draft) if is_first else None)
-    if write is not None:
-        work.attempt(lambda: write(draft))
-    work.agree()
-    work.do(lambda: finish(draft) if is_first else None)
-    work.do(lambda: _publish(draft, folder) if is_first else None)
 
 
 def _publish(draft: Path, folder: Path) -> None:

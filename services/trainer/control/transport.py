@@ -235,7 +235,6 @@ class Changed:
     bucket_bytes: Sequence[int]
     """By stage."""
     whole_bytes: int
-    checksums: Mapping[str, str]
 
     @property
     def num_bytes(self) -> int:
@@ -263,7 +262,7 @@ class Changes:
             log.info("whole_is_sent", why="too much of it changed", whole_bytes=whole)
             return None
         log.info("delta_is_sent", delta_bytes=sum(sizes), whole_bytes=whole)
-        return Changed(sizes, whole, {name: value for stage in stages for name, value in stage.checksums.items()})
+        return Changed(sizes, whole)
 
     def deltas(self, services: Collection[int], *, to_base: bool = True, **fields: Any) -> dict[int, pb.Delta]:
         """What each service is told. Without `to_base` no engine has what the delta changes."""

@@ -29,6 +29,11 @@ def split_dim(sharding: Sharding) -> int:
     return 1 if isinstance(sharding, Transposed) else sharding.dim if isinstance(sharding, Split) else 0
 
 
+def whole_shape(shape: Sequence[int], num_shards: int, split_dim: int) -> tuple[int, ...]:
+    """The shape of `num_shards` shards of that shape together."""
+    return tuple(size * num_shards if dim == split_dim else size for dim, size in enumerate(shape))
+
+
 def cut(sharding: Sharding, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
     """Hugging Face tensors, in the table's order → this rank's parameter."""
     match sharding:
@@ -119,6 +124,11 @@ class ModelShard:
             replica = data_rank * size + rank
             return cls(key, parameter, sharding, 0, 1, replica, data_size * size, is_reporting=rank == 0)
         return cls(key, parameter, sharding, rank, size, data_rank, data_size, is_reporting=True)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the tensor that all shards make."""
+        return whole_shape(self.parameter.shape, self.num_shards, split_dim(self.sharding))
 
     @property
     def is_copy(self) -> bool:

@@ -63,7 +63,7 @@ from services.trainer.collective_io import write_tensors
 from services.trainer.durable import new_folder
 from services.trainer.hugging_face.convert import Converter, Held, gathered
 from services.trainer.hugging_face.rank_model import RankModel
-from services.trainer.hugging_face.shards import ModelShard, cut, merge, split_dim
+from services.trainer.hugging_face.shards import ModelShard, cut, merge
 from services.trainer.megatron.configs import mark_like_expert, mark_sequence_parallel, mark_tensor_parallel
 from services.trainer.megatron.parallel import Layout
 
@@ -466,7 +466,7 @@ class Adapters:
         return [
             TensorSpec(
                 self.peft_name(shard.key),
-                _whole_shape(shard),
+                shard.whole_shape,
                 str(shard.parameter.dtype).removeprefix("torch."),
             )
             for shard in self.shards
@@ -484,12 +484,6 @@ class Adapters:
             for key, parameter in self.weights().items():
                 if key.endswith(".lora_B.weight"):
                     parameter.zero_()
-
-
-def _whole_shape(shard: ModelShard) -> tuple[int, ...]:
-    shape = list(shard.parameter.shape)
-    shape[split_dim(shard.sharding)] *= shard.num_shards
-    return tuple(shape)
 
 
 def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: LoraSection, seed: int) -> Adapters:

@@ -118,7 +118,7 @@ class Worker(IdleWorker):
         return sent
 
     def compare_weights(self) -> Compared:
-        return Compared(0, 100, 10, {})
+        return Compared(0, 100, 10)
 
     def send_delta(self, publication_id: str, world_sizes: Mapping[int, int]) -> Sent:
         model, weights = self._model, weights_of(self._model.version)
