@@ -147,7 +147,7 @@ class Adapter(nn.Module):
         self.parts = nn.ModuleList(part or nn.Identity() for part in parts)
         self._sharding = sharding
         self._sizes = sizes
-        self._scale = scale
+        self.scale = scale
         self._dropout = dropout
         self._exchange = exchange
 
@@ -173,7 +173,7 @@ class Adapter(nn.Module):
             like.new_zeros(*like.shape[:-1], size) if output is None else output
             for output, size in zip(outputs, self._sizes, strict=True)
         ]
-        return arranged(self._sharding, whole) * self._scale
+        return arranged(self._sharding, whole) * self.scale
 
 
 def arranged(sharding: Sharding, parts: Sequence[Tensor]) -> Tensor:
@@ -454,12 +454,7 @@ class Adapters:
 
     def wholes(self, layout: Layout) -> dict[str, Tensor]:
         """Collective over tensor ranks: this stage's whole matrices by their names in peft's file; none of experts."""
-        return {
-            self.peft_name(shard.key): merge(
-                shard.sharding, gathered(shard.parameter.detach(), layout.tp_group, shard.num_shards)
-            )[0].contiguous()
-            for shard in self.shards
-        }
+        return {self.peft_name(shard.key): whole_of(shard, shard.parameter.detach(), layout) for shard in self.shards}
 
     def whole_specs(self) -> list[TensorSpec]:
         """What `wholes` returns. Moves nothing."""
@@ -484,6 +479,11 @@ class Adapters:
             for key, parameter in self.weights().items():
                 if key.endswith(".lora_B.weight"):
                     parameter.zero_()
+
+
+def whole_of(shard: ModelShard, own: Tensor, layout: Layout) -> Tensor:
+    """Collective over tensor ranks: all ranks' `own`, which lie as the shard's parameter does. None of experts."""
+    return merge(shard.sharding, gathered(own, layout.tp_group, shard.num_shards))[0].contiguous()
 
 
 def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: LoraSection, seed: int) -> Adapters:
