@@ -64,6 +64,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("agent_function_path", "agent_hosts"),
     ("agent_command", "agent_reward_command"),
     ("openai_port or agent_function_path", "openai_host"),
+    ("tinker_port", "tinker_host tinker_models tinker_model_name"),
     ("custom_generate_function_path or eval_config", "generate_per_sample"),
     ("prompt_data", "rollout_shuffle num_epoch prompt_data_weights streaming_data skip_bad_lines"),
     ("prompt_data or eval_prompt_data or eval_config", "multimodal_keys"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from headrace.models.folders import BlockFp8
 from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.log import log
 from headrace.rpc.net import Address, host_towards
+from headrace.rpc.server import Listen
 from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
 from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder
@@ -44,6 +46,7 @@ from services.trainer.serving.servicer import ExportFolders
 from services.trainer.serving.trackers import trackers
 from services.trainer.standalone import NoEngines, UntrainedRanks
 from services.trainer.state import JobSchedule
+from services.trainer.tinker.serve import TinkerServer, follow_tinker
 from services.trainer.weights.buckets import MemoryFiles
 
 _CALL_SECONDS = 60.0
@@ -97,6 +100,19 @@ class TrainerBuild:
     def trains(self) -> bool:
         """False where the run only generates."""
         return not self._job.debug.debug_rollout_only
+
+    @property
+    def serves_tinker(self) -> bool:
+        """True where clients say what is trained."""
+        return self._job.serves_tinker
+
+    def tinker(self, listen: Listen, rollout: Rollout) -> TinkerServer:
+        """Rank 0's server of Tinker's API."""
+        return TinkerServer(self._job, self._run_dir, listen, rollout)
+
+    async def follow_tinker(self, joined: JoinedRanks, compute: ThreadPoolExecutor) -> None:
+        """Every other rank, under Tinker's API."""
+        await follow_tinker(self._job, joined, compute)
 
     def join(self) -> Layout:
         """Joins the other ranks, or is alone. In the compute thread."""
@@ -232,7 +248,9 @@ class TrainerBuild:
             [checkpoint_folder(checkpoint, self._run_dir), run.ledger, run.logs, run.samples, self.weights_root],
         )
 
-    def ranks(self, group: RankGroup, built: Built, rollout: Rollout | None, console: TrainerConsole) -> TrainerRanks:
+    def ranks(
+        self, group: RankGroup[RankWorker], built: Built, rollout: Rollout | None, console: TrainerConsole
+    ) -> TrainerRanks:
         """All ranks as the loop sees them."""
         devices = self._devices(group, rollout)
         return TrainerRanks(
@@ -258,7 +276,7 @@ class TrainerBuild:
     def _away_seconds(self) -> float:
         return self._job.services.start_timeout_seconds + PEER_WAIT_SECONDS  # its engines may be starting
 
-    def _devices(self, group: RankGroup, rollout: Rollout | None) -> Devices:
+    def _devices(self, group: RankGroup[RankWorker], rollout: Rollout | None) -> Devices:
         placement = self._job.placement
         if rollout is None or not placement.colocate or not self._job.asks_engines:
             return OwnDevices()
@@ -270,7 +288,7 @@ class TrainerBuild:
             to_device=partial(group.gather, seconds, RankWorker.to_device) if placement.offload_train else None,
         )
 
-    def _publisher(self, group: RankGroup, built: Built, rollout: Rollout, devices: Devices) -> Publisher:
+    def _publisher(self, group: RankGroup[RankWorker], built: Built, rollout: Rollout, devices: Devices) -> Publisher:
         backend, publish = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.publish
         hashes = self.knows_checksums
         written = None if publish.update_weight_disk_path is None else RunFolder(self._run_dir).written_weights

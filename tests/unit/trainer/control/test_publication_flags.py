@@ -78,7 +78,7 @@ class AskedRollout:
 
 
 @asynccontextmanager
-async def only_rank(*, sends: StageWeights | None = None) -> AsyncIterator[RankGroup]:
+async def only_rank(*, sends: StageWeights | None = None) -> AsyncIterator[RankGroup[Any]]:
     """Rank 0, which sends nothing, or says that it sent `sends`."""
 
     class Worker(IdleWorker):
@@ -108,7 +108,7 @@ def sender_in(**publish: Any) -> Sender:
     )
 
 
-def publisher_of(ranks: RankGroup, rollout: AskedRollout, **publish: Any) -> Publisher:
+def publisher_of(ranks: RankGroup[RankWorker], rollout: AskedRollout, **publish: Any) -> Publisher:
     config, client = job_of(**publish).publish, cast(RolloutClient, rollout)
     root = RunFolder(Path("run")).weights_of(config)
     devices = OwnDevices()
