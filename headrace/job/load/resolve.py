@@ -122,7 +122,7 @@ _TINKER_RANK = 32
 
 
 def _for_tinker(job: Job) -> Job:
-    """Tinker's models are adapters, and nothing is generated for steps of the run's own."""
+    """Tinker's models are adapters, nothing is generated for steps of the run's own, and clients outlive a trainer."""
     if not job.serves_tinker:
         return job
     lora, publish = job.lora, job.publish
@@ -131,7 +131,14 @@ def _for_tinker(job: Job) -> Job:
     if publish.update_weight_transport == "auto":
         publish = publish.model_copy(update={"update_weight_transport": "adapter"})
     sizes = {name: getattr(job.rollout, name) or 1 for name in ("rollout_batch_size", "n_samples_per_prompt")}
-    return job.model_copy(update={"lora": lora, "publish": publish, "rollout": job.rollout.model_copy(update=sizes)})
+    return job.model_copy(
+        update={
+            "lora": lora,
+            "publish": publish,
+            "rollout": job.rollout.model_copy(update=sizes),
+            "placement": job.placement.model_copy(update={"use_fault_tolerance": True}),
+        }
+    )
 
 
 def _engine_ranks(job: Job) -> Job:

@@ -14,8 +14,7 @@ from headrace.client.rollout import Rollout
 from headrace.errors import DataLoss, FailedPrecondition, ResourceExhausted
 from headrace.trajectory import Status, pack_column, unpack_column
 from services.trainer.control.ranks import RankGroup
-from services.trainer.tinker.service import ForwardBackward, Losses, Sample, Sampled
-from services.trainer.tinker.slots import AdamParams, LoraSpec
+from services.trainer.tinker.work import AdamParams, ForwardBackward, LoraSpec, Losses, Sample, Sampled
 from services.trainer.tinker.worker import TinkerWorker
 
 P = ParamSpec("P")

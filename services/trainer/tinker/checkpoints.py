@@ -7,55 +7,19 @@ states/MODEL/SEQ.safetensors              the model after its request SEQ
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from headrace.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound
 from services.trainer.durable import make_folder, remove
 from services.trainer.tinker.journal import Model
-from services.trainer.tinker.slots import LoraSpec
+from services.trainer.tinker.work import LoraSpec, TinkerPath
 
-Kind = Literal["weights", "sampler_weights"]
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-_MODEL = re.compile(r"[0-9a-f-]{36}:train:[0-9]{1,9}")
 _ABOUT = "checkpoint.json"
-
-
-@dataclass(frozen=True, slots=True)
-class TinkerPath:
-    """`tinker://MODEL/weights/NAME` or `tinker://MODEL/sampler_weights/NAME`."""
-
-    model_id: str
-    kind: Kind
-    name: str
-
-    @classmethod
-    def parse(cls, text: str) -> TinkerPath:
-        """Raises InvalidArgument."""
-        match text.removeprefix("tinker://").split("/"):
-            case [model_id, ("weights" | "sampler_weights") as kind, name] if text.startswith("tinker://"):
-                if _MODEL.fullmatch(model_id) and is_name(name):
-                    return cls(model_id, kind, name)
-        raise InvalidArgument(
-            f"{text[:200]!r} is no path of a checkpoint: it has the form tinker://MODEL/weights/NAME or "
-            "tinker://MODEL/sampler_weights/NAME",
-            field="path",
-        )
-
-    def __str__(self) -> str:
-        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
-
-
-def is_name(text: str) -> bool:
-    """True for what a checkpoint may be called."""
-    return bool(_NAME.fullmatch(text)) and not text.startswith(".")
 
 
 class About(msgspec.Struct, frozen=True):

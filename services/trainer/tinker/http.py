@@ -20,10 +20,11 @@ from tinker import types
 from headrace.errors import AlreadyExists, HeadraceError, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from headrace.limits import MAX_HTTP_BODY_BYTES
 from headrace.rpc.http_server import Gate
-from services.trainer.tinker.checkpoints import About, TinkerPath
+from services.trainer.tinker.checkpoints import About
 from services.trainer.tinker.journal import Asked
 from services.trainer.tinker.service import Tinker
 from services.trainer.tinker.wire import TinkerWire, WeightsInfoRequest, forward_backward, parsed
+from services.trainer.tinker.work import TinkerPath
 
 _WAIT_SECONDS = 20.0
 """Of one `retrieve_future`; the client asks again, and has 45 s for each."""

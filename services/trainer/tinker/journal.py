@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.trainer.tinker.slots import LoraSpec
+from services.trainer.tinker.work import LoraSpec
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY) WITHOUT ROWID;

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from headrace.errors import InvalidArgument
 
-Inputs = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Inputs = Mapping[str, "Tensor"]
 """float32 [B, S] each, 0 where a row has no token."""
 Settings = Mapping[str, float]
 

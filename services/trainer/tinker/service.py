@@ -14,17 +14,29 @@ import secrets
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from headrace.errors import FailedPrecondition, HeadraceError, NotFound, ResourceExhausted
 from headrace.rpc.log import log
-from services.trainer.tinker.checkpoints import Checkpoints, TinkerPath
+from services.trainer.tinker.checkpoints import Checkpoints
 from services.trainer.tinker.journal import Asked, Journal, Model, Outcome, Sampler
-from services.trainer.tinker.slots import AdamParams, Datum, LoraSpec
+from services.trainer.tinker.work import (
+    AdamParams,
+    Create,
+    ForwardBackward,
+    Load,
+    LoraSpec,
+    Losses,
+    Sample,
+    Sampled,
+    Save,
+    TinkerPath,
+    Work,
+)
 
 SESSION_SECONDS = 180.0
 """The client says every ten seconds that it is there."""
@@ -33,74 +45,6 @@ _STATE_SECONDS = 60.0
 _RESULT_SECONDS = 3600.0
 """How long the outcome of a sampling request can be fetched."""
 _SWEEP_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardBackward:
-    """Without `backward` gradients stay as they are."""
-
-    data: Sequence[Datum]
-    loss_fn: str
-    settings: Mapping[str, float]
-    backward: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """`log_probs`: float32 [N] of each datum, as bytes."""
-
-    log_probs: Sequence[bytes]
-    loss: float
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """A checkpoint of the model; `name` None: for a sampler of this session alone."""
-
-    name: str | None
-    for_sampler: bool
-    sampler_seq: int | None = None
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Replaces the model by a checkpoint."""
-
-    path: TinkerPath
-    optimizer: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Create:
-    """A new model."""
-
-    spec: LoraSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Responses to one prompt."""
-
-    prompt: Sequence[int]
-    num_samples: int
-    sampling: Any
-    """A SamplingParams message of headrace's protos"""
-    prompt_log_probs: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """`log_probs`: float32; `is_stopped`: ended by a stop token or string, and not by its length."""
-
-    tokens: Sequence[int]
-    log_probs: Sequence[float]
-    is_stopped: bool
-
-
-Work = ForwardBackward | AdamParams | Save | Load | Create | Sample
 
 
 class Ranks(Protocol):

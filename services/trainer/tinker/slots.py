@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,57 +31,10 @@ from services.trainer.plan.planning import collate, empty_micro_batch
 from services.trainer.plan.rows import Packing
 from services.trainer.rl.inputs import MicroInputs, inference_inputs
 from services.trainer.tinker.losses import LOSSES, Loss, Settings
+from services.trainer.tinker.work import AdamParams, Computed, Datum, LoraSpec
 
 ALPHA = 32.0
 """What Tinker's adapters are multiplied by, over their rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraSpec:
-    """What a model is made with."""
-
-    rank: int
-    seed: int = 0
-    train_attn: bool = True
-    train_mlp: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Datum:
-    """One sequence of N tokens, as bytes of little-endian arrays."""
-
-    tokens: bytes
-    """int32 [N], the model's input"""
-    targets: bytes
-    """int32 [N], the token whose log-prob is computed at each position"""
-    columns: Mapping[str, bytes]
-    """float32 [N] each, by the loss's names"""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // 4
-
-
-@dataclass(frozen=True, slots=True)
-class AdamParams:
-    """Of one step: torch's AdamW. `grad_clip_norm` 0: gradients are not clipped."""
-
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_clip_norm: float
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A data rank's part of a request."""
-
-    log_probs: Mapping[int, bytes]
-    """float32 [N] of each of its data, by number"""
-    loss: float
-    """The sum over its tokens"""
 
 
 class _Model:

@@ -17,20 +17,23 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import HeadraceError, InvalidArgument
-from services.trainer.tinker.checkpoints import TinkerPath, is_name
 from services.trainer.tinker.journal import Outcome
 from services.trainer.tinker.losses import loss_of
-from services.trainer.tinker.service import (
+from services.trainer.tinker.work import (
+    AdamParams,
     Create,
+    Datum,
     ForwardBackward,
     Load,
+    LoraSpec,
     Losses,
     Sample,
     Sampled,
     Save,
+    TinkerPath,
     Work,
+    is_name,
 )
-from services.trainer.tinker.slots import AdamParams, Datum, LoraSpec
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 _MAX_SAMPLES = 128

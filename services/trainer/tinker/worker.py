@@ -23,9 +23,10 @@ from services.trainer.metrics import Stopwatch
 from services.trainer.model.build import model_of
 from services.trainer.model.lora import CONFIG, WEIGHTS
 from services.trainer.model.pipeline import Runner, TokenHead
-from services.trainer.tinker.slots import AdamParams, Computed, Datum, LoraSlots, LoraSpec
+from services.trainer.tinker.slots import LoraSlots
+from services.trainer.tinker.work import AdamParams, Computed, Datum, LoraSpec
 
-_MICRO_BATCH_TOKENS = 8192
+_MICRO_BATCH_TOKENS = 2048
 """Of a micro-batch without max_tokens_per_gpu."""
 
 

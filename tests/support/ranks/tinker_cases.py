@@ -56,7 +56,7 @@ def data(request: int, vocab_size: int = 320) -> list[dict[str, list[float]]]:
 
 def to_datum(values: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Any:
     """The datum as ranks get it."""
-    from services.trainer.tinker.slots import Datum
+    from services.trainer.tinker.work import Datum
 
     return Datum(
         np.asarray(values["tokens"], dtype="<i4").tobytes(),
@@ -77,7 +77,7 @@ class TinkerCase(RankCase):
 
     def run(self) -> None:
         from services.trainer.model.build import join_ranks
-        from services.trainer.tinker.slots import AdamParams, LoraSpec
+        from services.trainer.tinker.work import AdamParams, LoraSpec
         from services.trainer.tinker.worker import TinkerWorker, slots_of
 
         self.out.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class TinkerCase(RankCase):
         """A model that is saved, dropped and loaded goes on as if nothing had been."""
         import torch.distributed as dist
 
-        from services.trainer.tinker.slots import LoraSpec
+        from services.trainer.tinker.work import LoraSpec
 
         file = self.out / "small.safetensors"
         assert worker.save("small", str(file)) is None

@@ -62,7 +62,9 @@ def _trained_by_peft(folder: Path, layout: str) -> tuple[list[Any], dict[str, An
     results: list[Any] = []
     models: dict[str, Any] = {}
     for name, spec in MODELS.items():
-        model = PeftModel.from_pretrained(network(folder / "qwen3"), folder / layout / "initial" / name, is_trainable=True)
+        model = PeftModel.from_pretrained(
+            network(folder / "qwen3"), folder / layout / "initial" / name, is_trainable=True
+        )
         chosen = [
             parameter.requires_grad_(spec.get("train_mlp", True) or ".self_attn." in key)
             for key, parameter in model.named_parameters()
