@@ -104,6 +104,7 @@ class TinkerServer:
             log.info("tinker_api", url=server.url, models=_names(job))
             await until_ended()
         finally:
+            tinker.let_go()
             await server.stop()
             await tinker.stop()
         await group.gather(_COMMAND_SECONDS, TinkerWorker.leave)

@@ -127,6 +127,7 @@ class Tinker:
         self._answered: dict[str, asyncio.Event] = {}
         self._completed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._sweeping: asyncio.Task[None] | None = None
+        self._lets_wait = True
 
     def start(self) -> None:
         """Goes on with what was there before a restart. Sessions have their whole time again."""
@@ -143,6 +144,12 @@ class Tinker:
                 if not is_answered:
                     self._begin_sampling(sampler, asked)
         self._sweeping = asyncio.create_task(self._sweep())
+
+    def let_go(self) -> None:
+        """Nobody waits any longer: clients ask again after the next start."""
+        self._lets_wait = False
+        for event in (*self._answered.values(), *self._completed.values()):
+            event.set()
 
     async def stop(self) -> None:
         """What is not answered yet is carried out after the next start."""
@@ -251,7 +258,7 @@ class Tinker:
         """The outcome, once there is one; None after so many seconds. Raises NotFound."""
         try:
             found = self._journal.outcome(request_id)
-            if found is None:
+            if found is None and self._lets_wait:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._event(request_id).wait(), seconds)
                 found = self._journal.outcome(request_id)
@@ -262,7 +269,7 @@ class Tinker:
     async def completions(self, sampler_id: str, since: int, seconds: float) -> Sequence[tuple[str, int]]:
         """(request, bytes of its outcome) of a sampler, without the first `since`; waits for one."""
         found = self._journal.answered(sampler_id)[since:]
-        if not found:
+        if not found and self._lets_wait:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._completed[sampler_id].wait(), seconds)
             found = self._journal.answered(sampler_id)[since:]

@@ -52,8 +52,9 @@ class Served:
         await self._server.start()
 
     async def stop(self) -> None:
-        await self.tinker.stop()
+        self.tinker.let_go()
         await self._server.stop()
+        await self.tinker.stop()
 
     async def restart(self) -> None:
         await self.stop()
