@@ -158,6 +158,18 @@ _EXCLUDES: Sequence[tuple[str, str, str]] = (
         "update_weight_delta",
         "only engines that are started here are known to have the plugin that reads it",
     ),
+    (
+        "tinker_port",
+        "prompt_data data_source_path eval_prompt_data eval_config rollout_function_path agent_function_path "
+        "custom_generate_function_path loss_mask_type critic_load save_hf initial_megatron_checkpoint load "
+        "debug_rollout_only debug_train_only load_debug_rollout_data use_opd",
+        "clients say what is generated, trained and saved",
+    ),
+    (
+        "tinker_port",
+        "lora_alpha lora_use_rslora lora_dropout lora_init lora_load",
+        "clients make their models, with an alpha of 32",
+    ),
     ("rollout_external_engine_addrs", "debug_rollout_only", "nothing would give them hf_checkpoint's weights"),
     (
         "rollout_external_engine_addrs",

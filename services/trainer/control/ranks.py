@@ -22,7 +22,7 @@ from headrace.rpc.log import log
 from headrace.rpc.tls import tls_of
 from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control.channel import Answer, Channel, Order
-from services.trainer.control.worker import RankWorker, commands
+from services.trainer.control.worker import Command, RankWorker, commands
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.data.samples import SkippedSamples
 from services.trainer.durable import retry_while_full
@@ -96,11 +96,12 @@ class RankGroup(Generic[W]):
     `ranks.call(RankWorker.prefetch, samples)`: the method's signature is the command's.
     """
 
-    def __init__(self, channel: Channel, worker: W, compute: ThreadPoolExecutor) -> None:
+    def __init__(self, channel: Channel, worker: W, compute: ThreadPoolExecutor, kind: type[W] | None = None) -> None:
+        """`kind`: the class whose methods are the commands; None: RankWorker."""
         self._channel = channel
         self._worker = worker
         self._compute = compute
-        self._commands = commands(type(worker))
+        self._commands = commands(kind or RankWorker)
         self._number = 0
 
     def call(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
@@ -162,16 +163,18 @@ async def results_of(
     return [result for answer in answers if (result := answer.result()) is not None]
 
 
-async def follow(channel: Channel, worker: Worker, compute: ThreadPoolExecutor) -> None:
+async def follow(
+    channel: Channel, worker: Worker, compute: ThreadPoolExecutor, kind: type[Worker] = RankWorker
+) -> None:
     """Follows rank 0's orders until it says `leave`."""
     loop, order = asyncio.get_running_loop(), None
     while order is None or order.method != Worker.leave.__name__:
         order = await channel.next_order()
-        await loop.run_in_executor(compute, _obey, channel, worker, order)
+        await loop.run_in_executor(compute, _obey, channel, worker, commands(kind), order)
 
 
-def _obey(channel: Channel, worker: Worker, order: Order) -> None:
-    if (command := commands(type(worker)).get(order.method)) is None:
+def _obey(channel: Channel, worker: Worker, known: Mapping[str, Command], order: Order) -> None:
+    if (command := known.get(order.method)) is None:
         raise Internal(f"rank 0 asks for {order.method!r}, which no rank does: start all ranks with the same headrace")
     result = None
     try:

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.client.rollout import Rollout
@@ -39,7 +40,7 @@ async def build_worker(job: Job, joined: JoinedRanks, compute: ThreadPoolExecuto
 
 async def follow_tinker(job: Job, joined: JoinedRanks, compute: ThreadPoolExecutor) -> None:
     """Every rank but the first."""
-    await follow(joined.channel, await build_worker(job, joined, compute), compute)
+    await follow(joined.channel, await build_worker(job, joined, compute), compute, TinkerWorker)
 
 
 class TinkerServer:
@@ -71,7 +72,7 @@ class TinkerServer:
         job = self._job
         architecture = read_architecture(job.model.hf_checkpoint)
         worker = await build_worker(job, joined, compute)
-        group = RankGroup(joined.channel, worker, compute)
+        group = RankGroup(joined.channel, worker, compute, TinkerWorker)
         root = RunFolder(self._run_dir).weights_of(job.publish) / "tinker"
         max_tokens = ContextLimit.of(job.rollout, job.sglang, architecture, job.placement.engine_groups).tokens
         rank = job.lora.lora_rank
@@ -88,20 +89,12 @@ class TinkerServer:
         service = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
         gate = Gate(service, Access(has_certificates=self._listen.tls is not None, tokens=self._listen.tokens))
         folder = job.model.hf_checkpoint
-        http = TinkerHttp(tinker, wire, gate, _names(job), folder, max_tokens)
-        server = EndpointServer(
-            http.application(),
-            job.tinker.tinker_port,
-            host=job.tinker.tinker_host,
-            tls=self._listen.tls,
-            section="tinker",
-            flag="tinker",
-        )
-        server.require_private(insecure=self._listen.insecure, has_tokens=self._listen.tokens is not None)
+        http = TinkerHttp(tinker, wire, gate, names_of(job), folder, max_tokens)
+        server = endpoint_of(job, self._listen, http.application())
         tinker.start()
         try:
             await server.start()
-            log.info("tinker_api", url=server.url, models=_names(job))
+            log.info("tinker_api", url=server.url, models=names_of(job))
             await until_ended()
         finally:
             tinker.let_go()
@@ -110,7 +103,21 @@ class TinkerServer:
         await group.gather(_COMMAND_SECONDS, TinkerWorker.leave)
 
 
-def _names(job: Job) -> list[str]:
+def endpoint_of(job: Job, listen: Listen, application: Any) -> EndpointServer:
+    """The API's server. Raises ConfigError where others can reach it, unencrypted."""
+    server = EndpointServer(
+        application,
+        job.tinker.tinker_port,
+        host=job.tinker.tinker_host,
+        tls=listen.tls,
+        section="tinker",
+        flag="tinker",
+    )
+    server.require_private(insecure=listen.insecure, has_tokens=listen.tokens is not None)
+    return server
+
+
+def names_of(job: Job) -> list[str]:
     """What clients may call the base."""
     given: Sequence[str | None] = (
         job.tinker.tinker_model_name,

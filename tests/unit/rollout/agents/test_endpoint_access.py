@@ -21,10 +21,10 @@ from starlette.responses import Response
 from headrace.cli.authority import issue_client, issue_service
 from headrace.errors import ConfigError, NotFound
 from headrace.rpc.access import Access, Role, Tokens, add_token, revoke_token, roles_of
+from headrace.rpc.http_server import EndpointServer, Gate
 from headrace.rpc.tls import TlsFolder
 from services.rollout.agents import endpoint as gate
 from services.rollout.agents.endpoint import SERVICE, Endpoint
-from headrace.rpc.http_server import EndpointServer, Gate
 
 ROLLOUT = "headrace.api.rollout.v1.RolloutService"
 QUESTION: Any = [{"role": "user", "content": "2 + 2?"}]

@@ -42,7 +42,7 @@ def test_after_the_peers_wait_without_a_buffer_the_trainer_ends_as_one_whose_pee
 async def rank0_that_awaits_a_batch(build: TrainerBuild, *_: object) -> None:
     async with RolloutClient(build.rollout_address) as rollout:
         ranks = build.ranks(
-            cast(RankGroup[Any], None), cast(Built, SimpleNamespace(**BUILT)), rollout, cast(TrainerConsole, None)
+            cast(RankGroup, None), cast(Built, SimpleNamespace(**BUILT)), rollout, cast(TrainerConsole, None)
         )
         while True:
             assert await ranks.engines.stale_engines(TrainState(0, 0, 1)) == NONE_STALE

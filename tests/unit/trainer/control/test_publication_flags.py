@@ -108,7 +108,7 @@ def sender_in(**publish: Any) -> Sender:
     )
 
 
-def publisher_of(ranks: RankGroup[RankWorker], rollout: AskedRollout, **publish: Any) -> Publisher:
+def publisher_of(ranks: RankGroup[Any], rollout: AskedRollout, **publish: Any) -> Publisher:
     config, client = job_of(**publish).publish, cast(RolloutClient, rollout)
     root = RunFolder(Path("run")).weights_of(config)
     devices = OwnDevices()
@@ -278,7 +278,8 @@ async def publisher(engines: Engines, done: list[str], *, hashes: bool = True) -
             done.append("keep")
 
     channel = Channel(0, 1, b"")
-    ranks, rollout = RankGroup(channel, Worker(), ThreadPoolExecutor(1)), cast(RolloutClient, engines)
+    ranks: RankGroup[Any] = RankGroup(channel, Worker(), ThreadPoolExecutor(1))
+    rollout = cast(RolloutClient, engines)
     other = CollectiveTransport(ranks, seconds=20.0, keeps=True)
     transport = LoadedFirst(ranks, other, seconds=20.0) if hashes else other
     yield Publisher(

@@ -126,7 +126,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def ranks(world_size: int, worker: Callable[[int, Channel], Worker]) -> AsyncIterator[RankGroup[Any]]:
+async def ranks(world_size: int, worker: Callable[[int, Channel], Worker]) -> AsyncIterator[RankGroup]:
     """Rank 0's group; the others follow, each over a connection of its own, until it leaves."""
     channels = [Channel(rank, world_size, b"secret") for rank in range(world_size)]
     port = await channels[0].listen(listener("127.0.0.1"))

@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-
 import tinker
+from tinker import types
+
 from headrace.rpc.access import Access
 from headrace.rpc.http_server import EndpointServer, Gate
 from services.trainer.tinker import service as tinker_service
@@ -21,7 +22,6 @@ from services.trainer.tinker.journal import Journal
 from services.trainer.tinker.service import Tinker
 from services.trainer.tinker.wire import TinkerWire
 from tests.support.fakes.tinker_ranks import CountingRanks, EchoingEngines
-from tinker import types
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 BASE = "base"
