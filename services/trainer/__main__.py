@@ -35,6 +35,7 @@ from services.trainer.ledger import StreamLedger
 from services.trainer.megatron.parallel import FILES_TIMEOUT
 from services.trainer.serving.console import Savable
 from services.trainer.serving.servicer import TrainerServicer
+from services.trainer.tinker.serve import TinkerServer, follow_tinker
 
 
 async def run_rank0(
@@ -62,10 +63,10 @@ async def run_rank0(
         console.open_without_steps(joined.layout.world_size)
         await rollout.pause_production()
         await server.set_ready()
-        await build.tinker(listen, rollout).run(joined, compute, console.until_stopped)
+        await TinkerServer(build.job, build.run_dir, listen, rollout).run(joined, compute, console.until_stopped)
 
     async def train() -> None:
-        if build.serves_tinker:
+        if build.job.serves_tinker:
             await serve_tinker()
             return
         built = await asyncio.get_running_loop().run_in_executor(compute, build.rank, fetch, joined)
@@ -155,8 +156,8 @@ async def run_rank(build: TrainerBuild, listen: Listen) -> None:
         joined = await join(build.join, compute)
 
         async def work() -> None:
-            if build.serves_tinker:
-                await build.follow_tinker(joined, compute)
+            if build.job.serves_tinker:
+                await follow_tinker(build.job, joined, compute)
                 return
             built = await loop.run_in_executor(compute, build.rank, fetch, joined)
             await follow(joined.channel, built.worker, compute)

@@ -150,6 +150,7 @@ async def test_requests_of_a_model_are_carried_out_in_their_order_whichever_come
 
 
 async def test_clients_take_turns_and_a_model_too_many_is_refused_until_a_session_ends(tmp_path: Path) -> None:
+    """tinker_models is 2 here."""
     async with serving(tmp_path) as served:
 
         def train(rank: int) -> float:
