@@ -14,6 +14,7 @@ from headrace.limits import did_you_mean
 from headrace.models.architecture import Architecture
 from headrace.models.families import (
     deepseek_v3,
+    gemma3,
     glm4,
     glm4_moe,
     glm4_moe_lite,
@@ -43,7 +44,7 @@ _IMAGES = (
 _DEEPSTACK = (
     "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
 )
-_WINDOWS = "it attends within windows, which headrace trains in gpt_oss and olmo3 only"
+_CAPS = "its logits and those of its attention go through a tanh (softcapping), which is not built"
 
 WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "kimi_linear": ("its linear attention has a decay for each channel, which is not built", ("qwen3_next", "kimi_k2")),
@@ -61,9 +62,7 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chatglm": ("it is GLM-4 in the form before 0414, which transformers calls glm", ("glm4",)),
     "glm": ("it is GLM-4 in the form before 0414", ("glm4",)),
     "qwen": ("it is the first Qwen, whose weights have other names", ("qwen2",)),
-    "gemma2": (_WINDOWS, ("llama",)),
-    "gemma3": (_WINDOWS, ("llama",)),
-    "gemma3_text": (_WINDOWS, ("llama",)),
+    "gemma2": (_CAPS, ("gemma3",)),
 }
 _NEAREST = 3
 _LIKE = 0.4
@@ -99,6 +98,7 @@ FAMILIES: Sequence[Family] = (
     deepseek_v3.FAMILY,
     gpt_oss.FAMILY,
     olmo3.FAMILY,
+    gemma3.FAMILY,
     minimax_m2.FAMILY,
 )
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}

@@ -74,6 +74,18 @@ _GPT_OSS = {
 # As it is published: transformers would write the frequencies of both kinds of layers, which SGLang does not read.
 _OLMO3_ROPE = {"rope_theta": 500000.0, "rope_scaling": {n: v for n, v in _STRETCHED.items() if n != "rope_theta"}}
 _OLMO3 = _OLMO3_ROPE | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+# √hidden_size is no whole number, and attention is not scaled by 1 / √head_dim.
+_GEMMA3 = {
+    "hidden_size": 48,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+    },
+}
 # Published with names that transformers reads and does not write, of what SGLang asks for.
 _MINIMAX_M2 = {
     "head_dim": 32,
@@ -175,6 +187,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt_oss": ("gpt_oss", _GPT_OSS),
     "olmo3": ("olmo3", _OLMO3),
     "minimax_m2": ("minimax_m2", _MINIMAX_M2),
+    "gemma3_text": ("gemma3_text", _GEMMA3),
 }
 """transformers' model_type and the shape. Kimi K2 is DeepSeek V3's model under another name."""
 FAMILIES = tuple(_FAMILIES)
