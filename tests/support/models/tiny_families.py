@@ -116,6 +116,15 @@ _TOWER = {
     "patch_size": 4,
 }
 """The vision tower that Qwen3.5 is published with."""
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+"""And Gemma 3's."""
 _SHARED_EXPERT = {
     "moe_intermediate_size": 48,
     "num_experts": 4,
@@ -188,6 +197,7 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "olmo3": ("olmo3", _OLMO3),
     "minimax_m2": ("minimax_m2", _MINIMAX_M2),
     "gemma3_text": ("gemma3_text", _GEMMA3),
+    "gemma3": ("gemma3", _GEMMA3),
 }
 """transformers' model_type and the shape. Kimi K2 is DeepSeek V3's model under another name."""
 FAMILIES = tuple(_FAMILIES)
@@ -219,11 +229,12 @@ def tiny_config(family: str) -> dict[str, Any]:
 
 def _config(family: str, *, tied: bool, num_layers: int, **shape: Any) -> Any:
     model_type, particular = _FAMILIES[family]
+    tied = tied or family == "gemma3"  # as every one is published
     rope = {"rope_parameters": _LLAMA3_ROPE} if family == "llama" and not tied else {}
     chosen = {"tie_word_embeddings": tied, "num_hidden_layers": num_layers} | rope | shape
     values = _SHAPE | dict(particular) | chosen
-    if model_type.startswith("qwen3_5"):
-        values = {"text_config": values, "vision_config": _TOWER, "tie_word_embeddings": tied}
+    if tower := _SIGLIP if model_type == "gemma3" else _TOWER if model_type.startswith("qwen3_5") else None:
+        values = {"text_config": values, "vision_config": tower, "tie_word_embeddings": tied}
     return CONFIG_MAPPING[model_type](**values)
 
 
@@ -231,7 +242,7 @@ def _shake(model: Any) -> None:
     """Norms are ones, and biases and router biases zeros otherwise, which hides mix-ups."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith("_bias"):
+            if parameter.ndim == 1 or name.endswith(("_bias", "_projection_weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -66,6 +66,7 @@ if ALL:
         "moonlight",
         "kimi_k2",
         "minimax_m2",
+        "gemma3",
     )
     RUNS |= {
         "llama@tp2": (2, TP2),
@@ -92,6 +93,7 @@ if ALL:
         "gpt_oss@ep2": (2, EP2 | SHARDED),
         "olmo3@tp2": (2, TP2),
         "olmo3@pp2": (2, PP2),
+        "gemma3@tp2": (2, TP2),
         "gemma3_text@tp2": (2, TP2),
         "gemma3_text@pp2": (2, PP2),
         "gemma3_text@tp2-dp2": (4, TP2 | SHARDED),

@@ -70,6 +70,7 @@ if ALL:
         "minimax_m2@alone": (1, {}),
         "minimax_m2@ep2": (2, EP2),
         "minimax_m2@sp2": (2, SP2),
+        "gemma3@alone": (1, {}),
         "gemma3_text@alone": (1, {}),
         "gemma3_text@sp2": (2, SP2),
         "gemma3_text@tp2": (2, TP2),
