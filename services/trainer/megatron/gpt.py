@@ -211,11 +211,11 @@ def _stage(
         vp_stage=virtual,
     )
     if architecture.scaled_embeddings and is_first:
-        model.embedding.word_embeddings.register_forward_hook(_scale)
+        model.embedding.word_embeddings.register_forward_hook(scale_embeddings)
     return model
 
 
-def _scale(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+def scale_embeddings(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
     """Times the root of their size, in float32 and then in their type, as transformers rounds it."""
     return embedded * torch.tensor(embedded.shape[-1] ** 0.5).to(embedded.dtype)
 

@@ -98,11 +98,7 @@ def test_peft_finds_experts_latents_and_a_decoder_beside_a_tower(
 ) -> None:
     """Its logits are those of the model with the adapters added."""
     is_vision, lora = family == "qwen2_5_vl", LoraSection(lora_rank=4, lora_alpha=6.0, lora_target_modules=words)
-    model = (
-        make_tiny_vision(tmp_path / family)
-        if is_vision
-        else make_tiny(tmp_path / family, family)
-    )
+    model = make_tiny_vision(tmp_path / family) if is_vision else make_tiny(tmp_path / family, family)
     folder, load = make_adapters(model, tmp_path / "adapters", lora), vision_network if is_vision else network
     tokens = torch.tensor([[5, 17, 256, 40, 8, 99]])
     with torch.no_grad():
