@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.models.tiny_model import make_tiny_tokenizer
@@ -123,6 +124,7 @@ _SIGLIP = {
     "num_attention_heads": 2,
     "image_size": 16,
     "patch_size": 4,
+    "vision_use_head": False,
 }
 """And Gemma 3's."""
 _SHARED_EXPERT = {
@@ -218,6 +220,8 @@ def make_tiny(
         _rewrite(folder, lambda config: config | {"model_type": "kimi_k2"})
     if family == "olmo3":
         _rewrite(folder, lambda config: {n: v for n, v in config.items() if n != "rope_parameters"} | _OLMO3_ROPE)
+    if family == "gemma3":
+        _name_tower(folder)
     return folder
 
 
@@ -247,6 +251,15 @@ def _shake(model: Any) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
+
+
+def _name_tower(folder: Path) -> None:
+    """As it is published, and as SGLang reads it; transformers 5 writes shorter names."""
+    short, whole = "vision_tower.", "vision_tower.vision_model."
+    for file in folder.glob("*.safetensors"):
+        save_file({n.replace(short, whole): t for n, t in load_file(file).items()}, file, {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(short, whole))
 
 
 def _rewrite(folder: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
