@@ -358,7 +358,7 @@ def adapted_names(architecture: Architecture, wanted: Sequence[str]) -> list[str
 
 def check_served_adapters(architecture: Architecture, wanted: Sequence[str]) -> None:
     """Raises ConfigError for adapters that engines cannot serve beside their weights."""
-    if architecture.vision is not None:
+    if architecture.vision is not None or "vision_tower." in architecture.kept:
         raise ConfigError(
             "update_weight_transport adapter with a model that reads images has not been tried: leave it out, and "
             "engines get merged weights",

@@ -39,10 +39,16 @@ _SPARSE = (
     "be another model"
 )
 _IMAGES = (
-    "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL, and Qwen3.5 on text"
+    "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL, and Qwen3.5 and Gemma "
+    "3 on text"
 )
 _DEEPSTACK = (
     "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
+)
+_GEMMA4 = (
+    "its heads have another size in layers of full attention than within windows, where Megatron-core has one for all "
+    "layers, and they have no value projection (26B, 31B) or share keys and values among layers, which also get "
+    "embeddings of their own (E2B, E4B): none of it is built"
 )
 _CAPS = "its logits and those of its attention go through a tanh (softcapping), which is not built"
 
@@ -63,6 +69,10 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "glm": ("it is GLM-4 in the form before 0414", ("glm4",)),
     "qwen": ("it is the first Qwen, whose weights have other names", ("qwen2",)),
     "gemma2": (_CAPS, ("gemma3",)),
+    "gemma3n": ("its layers have embeddings of their own and share keys and values, which is not built", ("gemma3",)),
+    "gemma4": (_GEMMA4, ("gemma3",)),
+    "gemma4_text": (_GEMMA4, ("gemma3_text",)),
+    "gemma4_unified": (_GEMMA4, ("gemma3",)),
 }
 _NEAREST = 3
 _LIKE = 0.4

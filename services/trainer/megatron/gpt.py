@@ -220,7 +220,7 @@ def scale_embeddings(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor
     return embedded * torch.tensor(embedded.shape[-1] ** 0.5).to(embedded.dtype)
 
 
-def _activation(architecture: Architecture) -> Callable[[Tensor], Tensor]:
+def _activation(architecture: Architecture) -> Any:
     if architecture.swiglu_limit is not None:
         return quick_gelu
     return silu if architecture.swiglu else partial(gelu, approximate="tanh")

@@ -84,9 +84,13 @@ def test_what_is_not_published_is_refused(changed: dict[str, object], said: str)
         architecture(TEXT | changed)
 
 
-def test_gemma_2_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"softcapping.*the nearest that it trains: gemma3"):
-        architecture({"model_type": "gemma2"})
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [("gemma2", "softcapping"), ("gemma3n", "embeddings of their own"), ("gemma4", "one for all layers")],
+)
+def test_other_gemmas_are_refused_with_the_reason(model_type: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"{why}.*the nearest that it trains: gemma3"):
+        architecture({"model_type": model_type})
 
 
 def test_flags_of_a_launch_script_agree_with_the_checkpoint_where_they_say_the_same() -> None:
