@@ -47,8 +47,8 @@ _DEEPSTACK = (
 )
 _GEMMA4 = (
     "its heads have another size in layers of full attention than within windows, where Megatron-core has one for all "
-    "layers, and they have no value projection (26B, 31B) or share keys and values among layers, which also get "
-    "embeddings of their own (E2B, E4B): none of it is built"
+    "layers. Beside that, those layers have no value projection (12B, 26B, 31B), or layers share keys and values and "
+    "have embeddings of their own (E2B, E4B), which is not built"
 )
 _CAPS = "its logits and those of its attention go through a tanh (softcapping), which is not built"
 
