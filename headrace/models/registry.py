@@ -14,6 +14,7 @@ from headrace.limits import did_you_mean
 from headrace.models.architecture import Architecture
 from headrace.models.families import (
     deepseek_v3,
+    gemma3,
     glm4,
     glm4_moe,
     glm4_moe_lite,
@@ -38,12 +39,18 @@ _SPARSE = (
     "be another model"
 )
 _IMAGES = (
-    "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL, and Qwen3.5 on text"
+    "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL, and Qwen3.5 and Gemma "
+    "3 on text"
 )
 _DEEPSTACK = (
     "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
 )
-_WINDOWS = "it attends within windows, which headrace trains in gpt_oss and olmo3 only"
+_GEMMA4 = (
+    "its heads have another size in layers of full attention than within windows, where Megatron-core has one for all "
+    "layers. Beside that, those layers have no value projection (12B, 26B, 31B), or layers share keys and values and "
+    "have embeddings of their own (E2B, E4B), which is not built"
+)
+_CAPS = "its logits and those of its attention go through a tanh (softcapping), which is not built"
 
 WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "kimi_linear": ("its linear attention has a decay for each channel, which is not built", ("qwen3_next", "kimi_k2")),
@@ -61,9 +68,11 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chatglm": ("it is GLM-4 in the form before 0414, which transformers calls glm", ("glm4",)),
     "glm": ("it is GLM-4 in the form before 0414", ("glm4",)),
     "qwen": ("it is the first Qwen, whose weights have other names", ("qwen2",)),
-    "gemma2": (_WINDOWS, ("llama",)),
-    "gemma3": (_WINDOWS, ("llama",)),
-    "gemma3_text": (_WINDOWS, ("llama",)),
+    "gemma2": (_CAPS, ("gemma3",)),
+    "gemma3n": ("its layers have embeddings of their own and share keys and values, which is not built", ("gemma3",)),
+    "gemma4": (_GEMMA4, ("gemma3",)),
+    "gemma4_text": (_GEMMA4, ("gemma3_text",)),
+    "gemma4_unified": (_GEMMA4, ("gemma3",)),
 }
 _NEAREST = 3
 _LIKE = 0.4
@@ -99,6 +108,7 @@ FAMILIES: Sequence[Family] = (
     deepseek_v3.FAMILY,
     gpt_oss.FAMILY,
     olmo3.FAMILY,
+    gemma3.FAMILY,
     minimax_m2.FAMILY,
 )
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}

@@ -16,11 +16,12 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
 
 from headrace.errors import ConfigError
 from headrace.job.megatron import MegatronArgs
 from headrace.job.model import check_layout, megatron_fields
-from headrace.models.architecture import Architecture, Llama3Rope, Vision, YarnRope
+from headrace.models.architecture import Architecture, LinearRope, Llama3Rope, Vision, YarnRope
 from services.trainer.megatron.configs import made
 from services.trainer.megatron.layers import SegmentedRow, has_transformer_engine, layer_specs, with_segment_attention
 from services.trainer.megatron.linear_attention import with_linear_attention
@@ -109,7 +110,7 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     values = {
         **megatron_fields(architecture),
-        "activation_func": torch.nn.functional.silu if architecture.swiglu_limit is None else quick_gelu,
+        "activation_func": _activation(architecture),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp_size,
@@ -131,8 +132,8 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
         "recompute_granularity": "selective" if args.recompute_activations else None,
         "attention_softmax_in_fp32": True,
         "masked_softmax_fusion": not on_cpu,
-        # Megatron's fused kernel clamps before it adds the bias.
-        "bias_activation_fusion": not on_cpu and architecture.swiglu_limit is None,
+        # Megatron's fused kernel clamps before it adds the bias, and it has no GELU of that form.
+        "bias_activation_fusion": not on_cpu and architecture.swiglu and architecture.swiglu_limit is None,
         "bias_dropout_fusion": not on_cpu and not architecture.add_bias_linear,  # grouped experts refuse it
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
@@ -192,7 +193,7 @@ def _stage(
         spec = with_linear_attention(spec, architecture.linear_attention)
     if uses_segment_attention(layout, packing):
         spec = with_segment_attention(spec)
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=architecture.vocab_size,
@@ -206,8 +207,23 @@ def _stage(
         rotary_base=architecture.rotary_base,
         rope_scaling=isinstance(architecture.rope_scaling, Llama3Rope),
         rope_scaling_factor=_rope_factor(architecture),
+        seq_len_interpolation_factor=rope.factor if isinstance(rope := architecture.rope_scaling, LinearRope) else None,
         vp_stage=virtual,
     )
+    if architecture.scaled_embeddings and is_first:
+        model.embedding.word_embeddings.register_forward_hook(scale_embeddings)
+    return model
+
+
+def scale_embeddings(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+    """Times the root of their size, in float32 and then in their type, as transformers rounds it."""
+    return embedded * torch.tensor(embedded.shape[-1] ** 0.5).to(embedded.dtype)
+
+
+def _activation(architecture: Architecture) -> Any:
+    if architecture.swiglu_limit is not None:
+        return quick_gelu
+    return silu if architecture.swiglu else partial(gelu, approximate="tanh")
 
 
 def in_dtype(model: GPTModel, dtype: torch.dtype) -> GPTModel:

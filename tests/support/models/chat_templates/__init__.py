@@ -20,6 +20,7 @@ _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eo
 _HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 _KIMI = ("<|im_assistant|>", "<|im_user|>", "<|im_system|>", "<|im_middle|>")
 
+_GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 _MINIMAX = ("]~!b[", "]~b]", "[e~[", "<think>", "</think>")
 
 
@@ -48,6 +49,7 @@ CHAT_MODELS: Mapping[str, ChatModel] = {
     "gpt_oss": ChatModel("gpt_oss", _HARMONY),
     "olmo3": ChatModel("olmo3", eos_token="<|endoftext|>"),
     "minimax_m2": ChatModel("minimax_m2", _MINIMAX),
+    "gemma3": ChatModel("gemma3", _GEMMA, *_GEMMA[:2]),
     "smollm2": ChatModel("qwen"),
 }
 

@@ -87,6 +87,7 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
         ("qwen3_moe", ("all-linear",)),
         ("deepseek_v3", LATENT),
         ("qwen2_5_vl", ("all-linear",)),
+        ("gemma3", ("all-linear",)),
         ("gpt_oss", ("q_proj", "o_proj", "gate_up_proj", "down_proj")),
         ("gpt_oss", ("gate_up_proj",)),
         ("gpt_oss", ("down_proj",)),
