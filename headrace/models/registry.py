@@ -29,6 +29,7 @@ from headrace.models.families import (
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
     smollm3,
 )
 from headrace.models.family import Family, Preset, Table
@@ -38,10 +39,8 @@ _SPARSE = (
     "be another model"
 )
 _IMAGES = (
-    "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL, and Qwen3.5 on text"
-)
-_DEEPSTACK = (
-    "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
+    "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL and Qwen3-VL, and "
+    "Qwen3.5 on text"
 )
 _WINDOWS = "it attends within windows, which headrace trains in gpt_oss and olmo3 only"
 
@@ -52,8 +51,7 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "deepseek_v2": ("its routing has softmax scores over groups, without a router bias", ("deepseek_v3",)),
     "kimi_k25": (_IMAGES, ("kimi_k2",)),
     "qwen2_vl": (_IMAGES, ("qwen2_5_vl", "qwen2")),
-    "qwen3_vl": (_DEEPSTACK, ("qwen2_5_vl", "qwen3")),
-    "qwen3_vl_moe": (_DEEPSTACK, ("qwen2_5_vl", "qwen3_moe")),
+    "qwen3_vl_moe": ("its experts are not built beside a vision tower", ("qwen3_vl", "qwen3_moe")),
     "glm4v": (_IMAGES, ("glm4",)),
     "glm4v_moe": (_IMAGES, ("glm4_moe",)),
     "mistral3": (_IMAGES, ("mistral",)),
@@ -93,6 +91,7 @@ FAMILIES: Sequence[Family] = (
     qwen3_moe.FAMILY,
     qwen3_next.FAMILY,
     qwen3_5.FAMILY,
+    qwen3_vl.FAMILY,
     glm4.FAMILY,
     glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,
