@@ -47,8 +47,8 @@ _SERVED = "tests/e2e/test_served_families.py", "test_a_family_is_served_with_the
 _PICTURES = "tests/e2e/test_images.py", "test_images_go_from_the_prompt_file_to_the_trained_step"
 _FORMS = f"{_UNIT}/test_to_fp8.py"
 COLUMNS: Mapping[str, tuple[Test, ...]] = {
-    "trained": (Test(*_RANKS, ("FAMILIES", "RUNS")), Test(*_IMAGES, ("RUNS",), "qwen2_5_vl")),
-    "served": (Test(*_SERVED, ("SHAPES",)), Test(*_PICTURES, (), "qwen2_5_vl")),
+    "trained": (Test(*_RANKS, ("FAMILIES", "RUNS")), Test(*_IMAGES, ("RUNS",))),
+    "served": (Test(*_SERVED, ("SHAPES",)), Test(*_PICTURES, ("FAMILIES",))),
     "LoRA": (Test(*_LORA, ("RUNS", "STAND_INS")),),
     "MoE parallel": (Test(*_RANKS, ("RUNS",), only="@ep"),),
     "FP8 weights": (Test(_FORMS, "test_what_is_read_of_a_familys_fp8_folder_leaves_as_it_came", ("QUANTIZED",)),),

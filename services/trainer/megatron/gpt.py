@@ -90,7 +90,7 @@ class RotaryAtPositions(nn.Module):
 
     def _at_axes(self, axes: Tensor, **named: Any) -> Tensor:
         """Angles [S, B, 1, d]: each frequency is in both halves of d."""
-        angles = self._rotary(int(axes.max()) + 1, **named)[:, 0, 0]
+        angles: Tensor = self._rotary(int(axes.max()) + 1, **named)[:, 0, 0]
         both = axes.repeat(2, 1, 1).transpose(0, 2)
         return angles.gather(0, both.flatten(0, 1)).view(*both.shape)[:, :, None]
 

@@ -1,4 +1,4 @@
-"""Tiny random models that read images, with tokenizer, chat template and image processor: `make_tiny_vision(folder)`."""
+"""Tiny random models that read images, with tokenizer, template and image processor: `make_tiny_vision(folder)`."""
 
 from __future__ import annotations
 
