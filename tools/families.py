@@ -29,13 +29,12 @@ _UNIT = "tests/unit/trainer"
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """A test whose parameters are `FAMILY` or `FAMILY@LAYOUT`, or layouts of the one family that it is for."""
+    """A test whose parameters are `FAMILY` or `FAMILY@LAYOUT`."""
 
     file: str
     function: str
     lists: tuple[str, ...]
     """The variables that hold the parameters."""
-    family: str | None = None
     only: str = ""
     """A part that a parameter must have."""
 
@@ -93,10 +92,8 @@ def _cell(tests: Sequence[Test], model_types: Sequence[str], root: Path) -> str:
 
 def _shown(test: Test, root: Path) -> Iterator[tuple[str, str]]:
     """The families that the test is run for, and in which layout."""
-    if test.family and not test.lists:
-        yield test.family, ""
     for parameter in (each for variable in test.lists for each in _words(root / test.file, variable)):
-        family, _, layout = (test.family, "", parameter) if test.family else parameter.partition("@")
+        family, _, layout = parameter.partition("@")
         if test.only in parameter and family:
             yield family, layout
 

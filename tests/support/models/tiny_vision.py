@@ -61,7 +61,8 @@ _FAMILIES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     ),
 }
 """What is particular in text and tower. As many layers as there are get features of the tower's."""
-FAMILIES = tuple(_FAMILIES)
+PATCH_VALUES = {"qwen2_5_vl": 3 * 2 * 14 * 14, "qwen3_vl": 3 * 2 * 16 * 16}
+"""By family."""
 
 
 def make_tiny_vision(

@@ -11,7 +11,7 @@ import torch
 
 from tests.long_forms import ALL
 from tests.support.models.float64_reference import log_probs_of
-from tests.support.models.tiny_vision import make_tiny_vision, vision_network
+from tests.support.models.tiny_vision import PATCH_VALUES, make_tiny_vision, vision_network
 from tests.support.ranks.rank_results import metrics, weights
 from tests.support.ranks.ranks import run_cases
 from tests.support.ranks.vision_cases import VisionCase, samples
@@ -33,16 +33,12 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 if ALL:
     RUNS |= {
-        "qwen2_5_vl@padded": (1, {}, {"packing": "padded"}),
-        "qwen2_5_vl@packed": (1, {}, {"packing": "packed"}),
         "qwen2_5_vl@pp2": (2, PP2, {}),
         "qwen2_5_vl@sp2": (2, SP2, {}),
-        "qwen3_vl@padded": (1, {}, {"packing": "padded"}),
-        "qwen3_vl@packed": (1, {}, {"packing": "packed"}),
         "qwen3_vl@tp2": (2, TP2, {}),
         "qwen3_vl@cp2": (2, CP2, {}),
     }
-PATCH_VALUES = {"qwen2_5_vl": 1176, "qwen3_vl": 1536}
+    RUNS |= {f"{name}@{how}": (1, {}, {"packing": how}) for name in PATCH_VALUES for how in ("padded", "packed")}
 
 
 @pytest.fixture(scope="module")
