@@ -44,7 +44,7 @@ _TEXT = {
 _VISION = {
     "depth": 2,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_heads": 2,
     "out_hidden_size": 64,
     "initializer_range": 0.15,
