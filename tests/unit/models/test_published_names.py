@@ -25,7 +25,9 @@ STACKED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj")
 Shape = tuple[int, ...]
 
 
-@pytest.mark.parametrize("name", ["qwen3-next-80B-A3B", "qwen3.5-0.8B", "qwen3.5-27B", "qwen3.5-35B-A3B"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-next-80B-A3B", "qwen3.5-0.8B", "qwen3.5-27B", "qwen3.5-35B-A3B", "qwen3-vl-8B"]
+)
 def test_a_presets_tensors_are_those_of_transformers_and_of_the_published_folder(name: str, tmp_path: Path) -> None:
     """Of four layers, one of each kind among them: the number of parameters tells that the others are there too."""
     config = deepcopy(dict(PRESETS[name].config))
