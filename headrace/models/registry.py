@@ -42,6 +42,7 @@ _IMAGES = (
     "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL and Qwen3-VL, and "
     "Qwen3.5 on text"
 )
+_STACKED = "its checkpoint has a layer's experts in two tensors, transposed and all gates first, which are not built"
 _WINDOWS = "it attends within windows, which headrace trains in gpt_oss and olmo3 only"
 
 WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -51,7 +52,7 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "deepseek_v2": ("its routing has softmax scores over groups, without a router bias", ("deepseek_v3",)),
     "kimi_k25": (_IMAGES, ("kimi_k2",)),
     "qwen2_vl": (_IMAGES, ("qwen2_5_vl", "qwen2")),
-    "qwen3_vl_moe": ("its experts are not built beside a vision tower", ("qwen3_vl", "qwen3_moe")),
+    "qwen3_vl_moe": (_STACKED, ("qwen3_vl", "qwen3_moe")),
     "glm4v": (_IMAGES, ("glm4",)),
     "glm4v_moe": (_IMAGES, ("glm4_moe",)),
     "mistral3": (_IMAGES, ("mistral",)),
