@@ -127,9 +127,14 @@ class Vision:
     """Numbers of a patch, as the image processor gives them."""
     merge_size: int
     """merge_size × merge_size patches become one embedding"""
-    rotary_sections: Sequence[int]
-    """Rotary frequencies that turn with a token's place in time, from the top and from the left
-    (M-RoPE, https://arxiv.org/abs/2409.12191)."""
+    rotary_axes: Sequence[int]
+    """The axis with which each rotary frequency turns: a token's place in time (0), from the top (1) or from the left
+    (2); M-RoPE, https://arxiv.org/abs/2409.12191."""
+    tower: str
+    """The beginning of the names of its tensors."""
+    deepstack: int = 0
+    """So many decoder layers, from the first on, have features of the tower's own layers added to their output where
+    an image is (https://arxiv.org/abs/2406.04334)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from headrace.models.families import (
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
     smollm3,
 )
 from headrace.models.family import Family, Preset, Table
@@ -39,12 +40,10 @@ _SPARSE = (
     "be another model"
 )
 _IMAGES = (
-    "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL, and Qwen3.5 and Gemma "
-    "3 on text"
+    "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL and Qwen3-VL, and "
+    "Qwen3.5 and Gemma 3 on text"
 )
-_DEEPSTACK = (
-    "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
-)
+_STACKED = "its checkpoint has a layer's experts in two tensors, transposed and all gates first, which are not built"
 _GEMMA4 = (
     "its heads have another size in layers of full attention than within windows, where Megatron-core has one for all "
     "layers. Beside that, those layers have no value projection (12B, 26B, 31B), or layers share keys and values and "
@@ -59,8 +58,7 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "deepseek_v2": ("its routing has softmax scores over groups, without a router bias", ("deepseek_v3",)),
     "kimi_k25": (_IMAGES, ("kimi_k2",)),
     "qwen2_vl": (_IMAGES, ("qwen2_5_vl", "qwen2")),
-    "qwen3_vl": (_DEEPSTACK, ("qwen2_5_vl", "qwen3")),
-    "qwen3_vl_moe": (_DEEPSTACK, ("qwen2_5_vl", "qwen3_moe")),
+    "qwen3_vl_moe": (_STACKED, ("qwen3_vl", "qwen3_moe")),
     "glm4v": (_IMAGES, ("glm4",)),
     "glm4v_moe": (_IMAGES, ("glm4_moe",)),
     "mistral3": (_IMAGES, ("mistral",)),
@@ -102,6 +100,7 @@ FAMILIES: Sequence[Family] = (
     qwen3_moe.FAMILY,
     qwen3_next.FAMILY,
     qwen3_5.FAMILY,
+    qwen3_vl.FAMILY,
     glm4.FAMILY,
     glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,

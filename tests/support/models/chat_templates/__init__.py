@@ -39,6 +39,7 @@ CHAT_MODELS: Mapping[str, ChatModel] = {
     "qwen2.5": ChatModel("qwen"),
     "qwen3": ChatModel("qwen3", ("<think>", "</think>")),
     "qwen3.5": ChatModel("qwen3_5", ("<think>", "</think>")),
+    "qwen3_vl": ChatModel("qwen"),
     "glm4.5": ChatModel("glm4", _GLM),
     "glm4.6": ChatModel("glm4", _GLM),
     "deepseek_v3.1": ChatModel("deepseek", _DEEPSEEK + _DEEPSEEK_TOOLS, _DEEPSEEK[0]),
