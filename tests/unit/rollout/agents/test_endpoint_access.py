@@ -20,10 +20,10 @@ from starlette.responses import Response
 
 from headrace.cli.authority import issue_client, issue_service
 from headrace.errors import ConfigError, NotFound
+from headrace.rpc import http_server as gate
 from headrace.rpc.access import Access, Role, Tokens, add_token, revoke_token, roles_of
 from headrace.rpc.http_server import EndpointServer, Gate
 from headrace.rpc.tls import TlsFolder
-from services.rollout.agents import endpoint as gate
 from services.rollout.agents.endpoint import SERVICE, Endpoint
 
 ROLLOUT = "headrace.api.rollout.v1.RolloutService"
