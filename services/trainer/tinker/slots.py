@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
@@ -22,15 +20,15 @@ from torch import Tensor
 
 from headrace.errors import DataLoss
 from headrace.models.family import HfTensor
-from headrace.trajectory import Sample, Status
 from services.trainer.hugging_face.shards import ModelShard, cut
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.lora import Adapters, InitialPairs, whole_of
 from services.trainer.model.pipeline import Runner, TokenHead
-from services.trainer.plan.planning import collate, empty_micro_batch
+from services.trainer.plan.planning import empty_micro_batch
 from services.trainer.plan.rows import Packing
 from services.trainer.rl.inputs import MicroInputs, inference_inputs
-from services.trainer.tinker.losses import LOSSES, Loss, Settings
+from services.trainer.tinker.losses import LOSSES, Settings
+from services.trainer.tinker.rows import Row, columns_of, inputs_of, micro_batches
 from services.trainer.tinker.work import AdamParams, Computed, Datum, LoraSpec
 
 ALPHA = 32.0
@@ -99,12 +97,16 @@ class LoraSlots:
         None on ranks that do not report.
         """
         model, loss = self._use(name), LOSSES[loss_fn]
-        shares = [_micro_batches(data, rank, self._layout.data_size, self._max_tokens) for rank in self._data_ranks]
-        number, multiple = max(map(len, shares)), self._layout.micro_batch_multiple
+        shares = [self._micro_batches(data, rank) for rank in range(self._layout.data_size)]
+        multiple = self._layout.micro_batch_multiple
+        number = -(-max(map(len, shares)) // multiple) * multiple
         own = shares[self._layout.data_rank]
-        inputs = [self._inputs(data, numbers) for numbers in own]
-        inputs += [inference_inputs(empty_micro_batch(), self._layout)] * (-(-number // multiple) * multiple - len(own))
-        columns = [self._columns(data, own[i] if i < len(own) else [], micro, loss) for i, micro in enumerate(inputs)]
+        inputs = [inputs_of(data, rows, self._packing, self._layout) for rows in own]
+        inputs += [inference_inputs(empty_micro_batch(), self._layout)] * (number - len(own))
+        columns = [
+            columns_of(data, own[index] if index < len(own) else (), loss.columns, micro)
+            for index, micro in enumerate(inputs)
+        ]
 
         def step(index: int, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             log_probs = self._head(hidden, inputs[index], 1.0)[0]
@@ -119,9 +121,9 @@ class LoraSlots:
         if not (self._layout.is_last_stage and self._layout.is_reporting_rank):
             return None
         log_probs = {
-            index: row.float().cpu().numpy().tobytes()
-            for micro, numbers, (values, _) in zip(inputs, own, results, strict=False)
-            for index, row in zip(numbers, micro.cut(values), strict=True)
+            row.number: values[index, : data[row.number].num_tokens].float().cpu().numpy().tobytes()
+            for rows, (values, _) in zip(own, results, strict=False)
+            for index, row in enumerate(rows)
         }
         return Computed(log_probs, float(sum(found for _, found in results)))
 
@@ -200,9 +202,9 @@ class LoraSlots:
         """The adapter_config.json that belongs to `peft`."""
         return {**self._adapters.served, "r": self._models[name].spec.rank, "lora_alpha": ALPHA, "use_rslora": False}
 
-    @property
-    def _data_ranks(self) -> range:
-        return range(self._layout.data_size)
+    def _micro_batches(self, data: Sequence[Datum], rank: int) -> list[Sequence[Row]]:
+        shares = self._packing == "shared_prompts"
+        return micro_batches(data, rank, self._layout.data_size, self._max_tokens, shares=shares)
 
     def _cut(self, shard: ModelShard, matrix: Tensor) -> Tensor:
         dtype = torch.promote_types(shard.parameter.dtype, torch.float32)
@@ -220,26 +222,6 @@ class LoraSlots:
                 adapter.scale = ALPHA / model.spec.rank
             self._on_base = name
         return model
-
-    def _inputs(self, data: Sequence[Datum], numbers: Sequence[int]) -> MicroInputs:
-        micro = collate([_sample(number, data[number]) for number in numbers], self._packing)
-        targets = torch.zeros_like(micro.targets)
-        for row, number in enumerate(numbers):
-            own = np.frombuffer(data[number].targets, dtype="<i4").astype(np.int64)
-            targets[row, : len(own)] = torch.from_numpy(own)
-        return inference_inputs(replace(micro, targets=targets), self._layout)
-
-    def _columns(
-        self, data: Sequence[Datum], numbers: Sequence[int], micro: MicroInputs, loss: Loss
-    ) -> dict[str, Tensor]:
-        found = {}
-        for name in loss.columns:
-            rows = torch.zeros(micro.targets.shape)
-            for row, number in enumerate(numbers):
-                own = np.frombuffer(data[number].columns[name], dtype="<f4")
-                rows[row, : len(own)] = torch.from_numpy(own.copy())
-            found[name] = rows.to(self._layout.device)
-        return found
 
     def _inferred(self, inputs: Sequence[MicroInputs], step: Any) -> list[tuple[Tensor, Tensor]]:
         results: list[tuple[Tensor, Tensor]] = []
@@ -279,33 +261,3 @@ class LoraSlots:
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def _sample(number: int, datum: Datum) -> Sample:
-    """All tokens but the first are its response; the last is the last target, which is in no row."""
-    tokens = np.concatenate([np.frombuffer(datum.tokens, dtype="<i4"), np.zeros(1, dtype=np.int32)])
-    size = datum.num_tokens
-    return Sample(
-        sample_id=str(number),
-        group_id=str(number),
-        index=0,
-        prompt="",
-        response="",
-        tokens=tokens,
-        loss_mask=np.ones(size, dtype=np.uint8),
-        rollout_log_probs=np.zeros(size, dtype=np.float32),
-        status=Status.COMPLETED,
-    )
-
-
-def _micro_batches(data: Sequence[Datum], rank: int, ranks: int, max_tokens: int) -> list[list[int]]:
-    """The numbers of a data rank's data, in micro-batches."""
-    found: list[list[int]] = []
-    filled = max_tokens
-    for number in range(rank, len(data), ranks):
-        if filled + data[number].num_tokens > max_tokens:
-            found.append([])
-            filled = 0
-        found[-1].append(number)
-        filled += data[number].num_tokens
-    return found

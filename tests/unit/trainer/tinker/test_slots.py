@@ -102,7 +102,7 @@ def test_two_models_that_take_turns_are_trained_as_peft_and_adamw_train_them(run
             continue
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-6)
         for row, other in zip(mine["log_probs"], theirs["log_probs"], strict=True):
-            assert row == pytest.approx(other, abs=2e-6)
+            assert row == pytest.approx(other, abs=5e-6)
     for name, model in models.items():
         theirs = dict(model.named_parameters())
         for key, matrix in load_file(runs / layout / "trained" / name / "adapter_model.safetensors").items():
