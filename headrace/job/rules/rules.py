@@ -111,6 +111,8 @@ def known_architecture(job: Job) -> Architecture | None:
 
 def warnings(job: Job) -> list[str]:
     """Sentences about a resolved job that say what will happen and what to set."""
+    if job.serves_tinker:
+        return list(_of_the_machine(job))
     return [*_of_training(job), *_of_the_machine(job), *algorithm_warnings(job), *_of_drafts(job), *_of_parts(job)]
 
 

@@ -173,6 +173,7 @@ class TrainerConsole:
     def open_without_steps(self, world_size: int) -> None:
         """The ranks are up, and carry out what clients of Tinker's API ask for."""
         self._has_steps = False
+        self._status.num_steps = 0
         self._status.world_size = world_size
         self._status.phase, self._waiting_since = pb.PHASE_WAITING, time.monotonic()
 
