@@ -113,6 +113,11 @@ class RunFolder:
         return self.path / "samples"
 
     @property
+    def traces(self) -> Path:
+        """Holds the spans of each process (`headrace.rpc.tracing`)."""
+        return self.path / "traces"
+
+    @property
     def shadow(self) -> Path:
         """What a shadow scorer said beside the one that paid (`headrace.shadow_log`)."""
         return self.path / "shadow.jsonl"

@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.hooks.convert import cache_and_speculation
 from headrace.job.schema.run import TrackingSection
 from headrace.job.schema.training import TrainSection
+from headrace.rpc import tracing
 from headrace.trajectory import Sample
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.planning import ModelFlops
@@ -191,7 +192,8 @@ class Stopwatch:
         if self._on_gpu:
             first, last = _event(), _event()
             first.record()
-            yield
+            with tracing.span(f"headrace.{name}"):
+                yield
             last.record()
             self._events.append((name, first, last))
         else:
@@ -202,7 +204,8 @@ class Stopwatch:
     def host_part(self, name: str) -> Iterator[None]:
         """Times the block by the CPU's clock, on any device."""
         started = time.perf_counter()
-        yield
+        with tracing.span(f"headrace.{name}"):
+            yield
         self._seconds[name] += time.perf_counter() - started
 
     def read(self) -> dict[str, float]:

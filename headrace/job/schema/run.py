@@ -129,6 +129,9 @@ class TrackingSection(Section):
     sample_log_bytes: Bytes = 1 << 30
     """Most bytes of compressed samples in the run's folder, for `headrace samples` and `headrace view`: text of all,
     tokens of some. The oldest steps go first; 0 writes none."""
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the samples that are traced by OpenTelemetry, for `headrace trace`; 0 traces nothing. Spans go into
+    traces/ in the run's folder, or to OTEL_EXPORTER_OTLP_ENDPOINT."""
     peak_tflops: Above | None = None
     """Peak of one rank's device in TFLOP/s, for mfu; absent: a GPU's from a table."""
 

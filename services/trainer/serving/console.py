@@ -17,6 +17,7 @@ from typing import Protocol
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.errors import FailedPrecondition, Fenced, HeadraceError, Unavailable
+from headrace.rpc import tracing
 from headrace.rpc.log import log
 from services.trainer.serving.evaluation import EvalScheduler
 from services.trainer.serving.report import RunReport
@@ -158,7 +159,8 @@ class TrainerConsole:
         before, self._status.phase = self._status.phase, phase
         started = self._clock()
         try:
-            yield
+            with tracing.span(_SPANS[phase], tracing.step(self._status.step), {tracing.STEP: self._status.step}):
+                yield
         finally:
             self._status.phase = before
             self._seconds[phase] += self._clock() - started
@@ -224,7 +226,11 @@ class TrainerConsole:
     def report(self, state: TrainState, metrics: dict[str, float]) -> None:
         """A step is done; `state.step` counts it."""
         self._show(state)
-        metrics = {**metrics, **self._produced, **self._times()} | {"policy_version": float(state.policy_version)}
+        times = self._times()
+        now, step = time.time(), state.step - 1
+        begun = now - times["time/step_seconds"]
+        tracing.record("rl.loop", tracing.step(step), begun, now, {tracing.STEP: step}, is_root=True)
+        metrics = {**metrics, **self._produced, **times} | {"policy_version": float(state.policy_version)}
         self._report.write(state.step, metrics, untracked=self._untracked)
         self._untracked = frozenset()
         log.info("step", step=state.step, **{k: round(v, 6) for k, v in metrics.items() if k in _LOGGED})
@@ -301,6 +307,15 @@ _TIMES = {
     pb.PHASE_SAVING: "time/save_seconds",
     pb.PHASE_EVALUATING: "time/evaluate_seconds",
 }
+_SPANS = {
+    pb.PHASE_WAITING: "headrace.wait",
+    pb.PHASE_TRAINING: "rl.train",
+    pb.PHASE_PUBLISHING: "rl.sync",
+    pb.PHASE_SAVING: "headrace.save",
+    pb.PHASE_EVALUATING: "headrace.evaluate",
+    pb.PHASE_PAUSED: "headrace.pause",
+}
+"""The first names of OpenTelemetry's proposed conventions for reinforcement learning (rl.*), where they have one"""
 
 _LOGGED = frozenset(
     {

@@ -1,0 +1,28 @@
+"""`headrace trace [RUN] [SAMPLE]`: the run's spans for Perfetto and Chrome."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from headrace.cli.arg_types import TEXT, run_argument
+from headrace.cli.runs import find_run
+from headrace.traces import chrome, of_sample, read_spans
+
+
+@click.command()
+@run_argument
+@click.argument("sample", required=False, type=TEXT, metavar="[SAMPLE]")
+def trace(run: str | None, sample: str | None) -> int:
+    """Prints what a run has traced, as Chrome's trace events: open them at ui.perfetto.dev or in chrome://tracing.
+
+    SAMPLE is an id that `headrace samples` shows, or a group's: its life over all services, all attempts, and the
+    steps that trained it. A run traces nothing without --trace-sample-ratio.
+    """
+    folder = find_run(run)
+    spans = read_spans(folder)
+    if sample is not None:
+        spans = of_sample(spans, folder.job().run.run_name, sample)
+    print(json.dumps(chrome(spans, flows=sample is not None), ensure_ascii=False))
+    return 0
