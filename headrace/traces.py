@@ -45,9 +45,11 @@ def read_spans(run: RunFolder) -> list[Span]:
     spans = [span for file in files for fields in fields_in(file) for span in _spans(fields)]
     if not spans:
         raise NotFound(f"{run.path} has no spans: start a run with --trace-sample-ratio 0.1, say, which traces a tenth")
-    lanes = {span.span_id: span.lane for span in spans}
-    spans = [_in_lane_of(span, lanes.get(span.parent_id, "")) for span in spans]
-    return sorted(spans, key=lambda span: (span.begun, -span.ended))
+    spans.sort(key=lambda span: (span.begun, -span.ended))
+    lanes: dict[str, str] = {}
+    for span in spans:  # a parent comes before its children
+        lanes[span.span_id] = span.lane or lanes.get(span.parent_id, "")
+    return [replace(span, lane=lanes[span.span_id]) for span in spans]
 
 
 def of_sample(spans: Sequence[Span], run_name: str, sample_id: str) -> list[Span]:
@@ -121,10 +123,6 @@ def _attributes(values: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         ((kind, value),) = each["value"].items()
         found[each["key"]] = int(value) if kind == "intValue" else value
     return found
-
-
-def _in_lane_of(span: Span, lane: str) -> Span:
-    return replace(span, lane=lane) if lane and not span.lane else span
 
 
 def _root(run_name: str, name: str, last: str) -> str:

@@ -25,8 +25,8 @@ from headrace import __version__
 from headrace.errors import ConfigError
 from headrace.rpc.log import log
 
-TRACEPARENT = "traceparent"
-"""W3C's key. A call for several samples has an entry for each: other readers see them as separate headers."""
+TRACEPARENT, _FURTHER = "traceparent", "headrace-traceparents"
+"""W3C's key; and that of a call's further samples, one behind the other: gRPC keeps one entry of W3C's key."""
 LANE = "headrace.lane"
 """The attribute that names the engine or the rank that did the work, where it is not the service itself."""
 STEP = "headrace.step"
@@ -41,7 +41,7 @@ _HTTP = "http/protobuf"
 _MOST_BYTES = 1 << 30
 _MOST_TRACES_OF_A_CALL = 32
 _QUEUED_SPANS = 1 << 16
-_VARIABLE = "HEADRACE_TRACES"
+_VARIABLE = "_HEADRACE_TRACES"
 """Tells workers of a process how it traces."""
 _PARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f][13579bdf]")
 """Of a trace that is sampled."""
@@ -148,12 +148,14 @@ def parents() -> list[str]:
 
 def metadata() -> list[tuple[str, str]]:
     """What tells the server of a call about the current spans."""
-    return [(TRACEPARENT, parent) for parent in parents()]
+    first, *further = parents() or [""]
+    return ([(TRACEPARENT, first)] if first else []) + ([(_FURTHER, ",".join(further))] if further else [])
 
 
 def received(entries: Iterable[tuple[str, Any]]) -> Contexts:
     """The spans that a caller's metadata names; what is no W3C context counts as none."""
-    return _contexts([value for key, value in entries if key == TRACEPARENT and isinstance(value, str)])
+    known = (value for key, value in entries if key in (TRACEPARENT, _FURTHER) and isinstance(value, str))
+    return _contexts(parent for value in known for parent in value.split(","))
 
 
 def _contexts(parents: Iterable[str]) -> Contexts:

@@ -47,7 +47,8 @@ class GroupSpans:
                 return
             known = self._groups[group_id] = _Traced(traces, event.unix_seconds)
         facts: dict[str, Any] = {"headrace.group": group_id, "headrace.leases": group.num_leases}
-        facts |= {"headrace.ended_by": event.kind, "headrace.detail": event.detail[:500]}
+        facts |= {"headrace.ended_by": event.kind}
+        facts |= {"headrace.detail": event.detail[:500]} if event.detail else {}
         facts |= {} if event.step is None else {tracing.STEP: event.step}
         if known.state:
             name = f"headrace.{known.state.lower()}"
