@@ -59,14 +59,15 @@ def of_sample(spans: Sequence[Span], run_name: str, sample_id: str) -> list[Span
     """
     words = sample_id.split("/")
     roots = {_root(run_name, "/".join(words[:i]), words[i + 1]) for i in range(1, len(words) - 1)}
-    own = [span for span in spans if span.trace_id in roots or span.attributes.get("headrace.group") == sample_id]
-    if not own:
+    is_own = (span.trace_id in roots or span.attributes.get("headrace.group") == sample_id for span in spans)
+    traces = {span.trace_id for span, own in zip(spans, is_own, strict=True) if own}
+    if not traces:
         groups = sorted({str(group) for span in spans if (group := span.attributes.get("headrace.group"))})
         there = f"traced groups are {', '.join(groups[:5])} …" if groups else "no sample was traced"
         raise NotFound(f"no span of {sample_id[:80]}: {there}; a higher --trace-sample-ratio traces more")
-    traces, steps = {span.trace_id for span in own}, {span.step for span in own if span.name == "rl.train"}
-    trained = {_root(run_name, "step", str(step)) for step in steps}
-    return [span for span in spans if span.trace_id in traces | trained]
+    steps = {span.step for span in spans if span.trace_id in traces and span.name == "rl.train"}
+    traces |= {_root(run_name, "step", str(step)) for step in steps}
+    return [span for span in spans if span.trace_id in traces]
 
 
 def chrome(spans: Sequence[Span], *, flows: bool = False) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,26 +22,21 @@ from headrace.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace.client.put_queue import PutQueue
 from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError
+from headrace.job.schema.run import TrackingSection
 from headrace.process.workers import WorkerPool
 from headrace.rpc import tracing
 from headrace.rpc.server import RpcServer, Service
 from headrace.run_folder import fields_in
+from tests.support.tracing import Begin, traced
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
-Begin = Callable[..., Path]
 
 
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Begin]:
     """Traces until the end of the test."""
-    monkeypatch.setattr(tracing, "_tracer", None)
-    monkeypatch.setenv(tracing._VARIABLE, "")
-
-    def begun(ratio: float = 1.0, process: str = "rollout-1") -> Path:
-        tracing.start(process, tmp_path / "traces", run="a run", ratio=ratio)
-        return tmp_path / "traces" / f"{process}.jsonl"
-
-    yield begun
+    with traced(monkeypatch, tmp_path) as begin:
+        yield begin
 
 
 def spans_in(file: Path) -> list[dict[str, Any]]:
@@ -70,9 +66,9 @@ def test_every_process_and_every_lease_finds_the_same_trace(begin: Begin) -> Non
     assert tracing.group("train/3", 1)[0] == tracing.root("a run", "train/3", 0) != tracing.root("b", "train/3", 0)
 
 
-def test_the_share_that_is_traced_is_the_one_asked_for_and_a_larger_share_holds_it(begin: Begin) -> None:
+def test_the_trace_sample_ratio_is_the_share_that_is_traced_and_a_larger_share_holds_it(begin: Begin) -> None:
     places = [(f"train/{number}", 0) for number in range(2_000)]
-    begin(0.1)
+    begin(TrackingSection(trace_sample_ratio=0.1).trace_sample_ratio)
     tenth = set(tracing.samples(places))
     begin(0.3)
     assert 140 < len(tenth) < 260 < 500 < len(tracing.samples(places)) < 700
@@ -81,17 +77,17 @@ def test_the_share_that_is_traced_is_the_one_asked_for_and_a_larger_share_holds_
 
 def test_a_span_is_in_each_trace_below_the_span_around_it_and_has_the_error_that_left_it(begin: Begin) -> None:
     file = begin()
-    with pytest.raises(ValueError, match="broken"):  # noqa: PT012  # the blocks are what is tested
-        with tracing.span("outer", tracing.group("g", 2), {"n": 2}):
-            with tracing.span("inner", tracing.samples([("g", 1)])) as inner:
-                inner.set("late", True)
-            raise ValueError("broken")
+    with contextlib.suppress(ValueError), tracing.span("outer", tracing.group("g", 2), {"n": 2}):
+        with tracing.span("inner", tracing.samples([("g", 1)])) as inner:
+            inner.set("late", True)
+        raise ValueError("broken")
     outers, (inner_span,) = named(file, "outer"), named(file, "inner")
     assert len({span["traceId"] for span in outers}) == 2
     (around,) = [span for span in outers if span["traceId"] == inner_span["traceId"]]
     assert inner_span["parentSpanId"] == around["spanId"]
     assert {"key": "late", "value": {"boolValue": True}} in inner_span["attributes"]
-    assert [span["status"]["code"] for span in outers] == [2, 2] and inner_span["status"] == {}
+    assert [span["status"]["code"] for span in outers] == [2, 2]
+    assert inner_span["status"] == {}
 
 
 def test_what_a_sample_that_is_not_traced_does_is_in_no_other_trace(begin: Begin) -> None:
