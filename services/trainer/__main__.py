@@ -48,6 +48,7 @@ async def run_rank0(
     for number in ASK_TO_END:
         asyncio.get_running_loop().add_signal_handler(number, console.leave)
     server = _server(listen, TrainerServicer(console, report, build.exports()))
+    server.metrics.registry.register(report)
     await server.start(ready=False)
 
     async def run(ranks: training.Ranks, savable: Savable, world_size: int, step: int) -> None:

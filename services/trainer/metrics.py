@@ -164,8 +164,10 @@ class Speed:
         steps = seconds["forward_backward"] + seconds["optimizer"]
         lengths = [(s.prompt_length + s.response_length, s.response_length) for s in samples]
         tflops = self._flops.training(lengths) / max(steps, 1e-9) / self._world_size / 1e12
+        tokens_per_second = sum(tokens for tokens, _ in lengths) / max(seconds["log_probs"] + steps, 1e-9)
         found = {
-            "tokens_per_second": sum(tokens for tokens, _ in lengths) / max(seconds["log_probs"] + steps, 1e-9),
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_rank": tokens_per_second / self._world_size,
             "tflops_per_rank": tflops,
             "time/fetch_seconds": seconds["fetch"],
             "time/log_probs_seconds": seconds["log_probs"],
