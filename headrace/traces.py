@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import NotFound
@@ -13,6 +13,7 @@ from headrace.run_folder import RunFolder, fields_in
 
 _ORDER = ("buffer", "rollout", "engine", "reward", "trainer")
 """Services from top to bottom, engines below the one that asks them."""
+GROUP = "headrace.group"
 _MOST_ROWS = 10_000
 """Of a lane."""
 
@@ -39,35 +40,52 @@ class Span:
         return self.attributes.get(tracing.STEP)
 
 
+def span_files(run: RunFolder) -> list[Path]:
+    return sorted((*run.path.glob("traces/*.jsonl"), *run.path.glob("node-*/traces/*.jsonl")))
+
+
 def read_spans(run: RunFolder) -> list[Span]:
     """All spans of the run's processes on this machine, ordered by their beginning. Raises NotFound without any."""
-    files = sorted((*run.path.glob("traces/*.jsonl"), *run.path.glob("node-*/traces/*.jsonl")))
-    spans = [span for file in files for fields in fields_in(file) for span in _spans(fields)]
+    spans = [span for file in span_files(run) for fields in fields_in(file) for span in _spans(fields)]
     if not spans:
         raise NotFound(f"{run.path} has no spans: start a run with --trace-sample-ratio 0.1, say, which traces a tenth")
-    spans.sort(key=lambda span: (span.begun, -span.ended))
-    lanes: dict[str, str] = {}
-    for span in spans:  # a parent comes before its children
-        lanes[span.span_id] = span.lane or lanes.get(span.parent_id, "")
-    return [replace(span, lane=lanes[span.span_id]) for span in spans]
+    spans.sort(key=_order)
+    lanes: dict[tuple[str, str], str] = {}
+    for span in spans:
+        lanes[span.service, span.span_id] = span.lane or lanes.get((span.service, span.parent_id), "")
+    return [replace(span, lane=lanes[span.service, span.span_id]) for span in spans]
 
 
-def of_sample(spans: Sequence[Span], run_name: str, sample_id: str) -> list[Span]:
+def by_trace(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    found: dict[str, list[Span]] = {}
+    for span in spans:
+        found.setdefault(span.trace_id, []).append(span)
+    return found
+
+
+def of_sample(traces: Mapping[str, Sequence[Span]], run_name: str, sample_id: str) -> list[Span]:
     """The life of one sample (GROUP/ATTEMPT/INDEX: all attempts) or group, with the steps that trained it.
 
-    Raises NotFound.
+    Empty where nothing of it was traced.
     """
     words = sample_id.split("/")
-    roots = {_root(run_name, "/".join(words[:i]), words[i + 1]) for i in range(1, len(words) - 1)}
-    is_own = (span.trace_id in roots or span.attributes.get("headrace.group") == sample_id for span in spans)
-    traces = {span.trace_id for span, own in zip(spans, is_own, strict=True) if own}
-    if not traces:
-        groups = sorted({str(group) for span in spans if (group := span.attributes.get("headrace.group"))})
-        there = f"traced groups are {', '.join(groups[:5])} …" if groups else "no sample was traced"
-        raise NotFound(f"no span of {sample_id[:80]}: {there}; a higher --trace-sample-ratio traces more")
-    steps = {span.step for span in spans if span.trace_id in traces and span.name == "rl.train"}
-    traces |= {_root(run_name, "step", str(step)) for step in steps}
-    return [span for span in spans if span.trace_id in traces]
+    own = {_root(run_name, "/".join(words[:i]), words[i + 1]) for i in range(1, len(words) - 1)} & traces.keys()
+    if not own:
+        own = {i for i, spans in traces.items() if any(span.attributes.get(GROUP) == sample_id for span in spans)}
+    steps = {span.step for trace in own for span in traces[trace] if span.name == "rl.train"}
+    own |= {_root(run_name, "step", str(step)) for step in steps} & traces.keys()
+    return sorted((span for trace in own for span in traces[trace]), key=_order)
+
+
+def lane_of(span: Span) -> str:
+    """Where the work was done, for a person."""
+    return span.lane or span.service
+
+
+def lanes_of(spans: Iterable[Span]) -> list[str]:
+    """From top to bottom."""
+    places = {(_rank_of(span.service), span.lane): lane_of(span) for span in spans}
+    return list(dict.fromkeys(places[place] for place in sorted(places)))
 
 
 def chrome(spans: Sequence[Span], *, flows: bool = False) -> dict[str, Any]:
@@ -88,11 +106,16 @@ def chrome(spans: Sequence[Span], *, flows: bool = False) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for pid, service in enumerate(services, 1):
         events += _named("process", pid, 0, service, pid)
-    for pid, tid, name in sorted({(place["pid"], place["tid"], span.lane or span.service) for span, place in placed}):
+    for pid, tid, name in sorted({(place["pid"], place["tid"], lane_of(span)) for span, place in placed}):
         events += _named("thread", pid, tid, name, tid)
     events += [_event(span, place) for span, place in placed]
     events += _flows(placed) if flows else ()
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begun_unix_us": str(round(first))}}
+
+
+def _order(span: Span) -> tuple[float, float]:
+    """A parent comes before its children."""
+    return span.begun, -span.ended
 
 
 def _spans(fields: Mapping[str, Any]) -> Iterator[Span]:
@@ -104,6 +127,7 @@ def _spans(fields: Mapping[str, Any]) -> Iterator[Span]:
             attributes = _attributes(span["attributes"])
             lane = attributes.pop(tracing.LANE, "")
             is_engine = of["service.name"] == "rollout" and lane
+            engine = lane.removeprefix("engine-") if number == "0" else f"{number}.{lane.removeprefix('engine-')}"
             yield Span(
                 span["traceId"],
                 span["spanId"],
@@ -111,7 +135,7 @@ def _spans(fields: Mapping[str, Any]) -> Iterator[Span]:
                 span["name"],
                 int(span["startTimeUnixNano"]) / 1000,
                 int(span["endTimeUnixNano"]) / 1000,
-                f"engine {lane}" if is_engine else "trainer" if of["service.name"] == "trainer" else service,
+                f"engine {engine}" if is_engine else "trainer" if of["service.name"] == "trainer" else service,
                 "" if is_engine else lane,
                 attributes,
                 span["status"].get("message", ""),
@@ -163,14 +187,11 @@ def _event(span: Span, place: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flows(placed: Sequence[tuple[Span, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    by_trace: dict[str, list[tuple[Span, dict[str, Any]]]] = {}
-    for span, place in placed:
-        by_trace.setdefault(span.trace_id, []).append((span, place))
-    number = 0
-    for some in by_trace.values():
-        for (one, here), (other, there) in pairwise(some):
-            if one.service != other.service:
-                number += 1
-                flow = {"name": "next", "cat": "flow", "id": number}
-                yield {**flow, "ph": "s", **here}
-                yield {**flow, "ph": "f", "bp": "e", **there}
+    last: dict[str, tuple[Span, dict[str, Any]]] = {}
+    for number, (span, place) in enumerate(placed):
+        before, there = last.get(span.trace_id, (span, place))
+        if before.service != span.service:
+            flow = {"name": "next", "cat": "flow", "id": number}
+            yield {**flow, "ph": "s", **there}
+            yield {**flow, "ph": "f", "bp": "e", **place}
+        last[span.trace_id] = span, place

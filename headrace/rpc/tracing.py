@@ -132,13 +132,20 @@ def span(
 
 
 def record(
-    name: str, of: Contexts, begun: float, ended: float, attributes: Attributes, *, is_root: bool = False
+    name: str,
+    of: Contexts,
+    begun: float,
+    ended: float,
+    attributes: Attributes,
+    *,
+    error: str | None = None,
+    is_root: bool = False,
 ) -> None:
     """A span that is over, in each of these traces; times are Unix seconds. `is_root`: it is the traces' first."""
     if _tracer is not None:
         for context in of if is_root else _parents(of):
             own, parent = (context, None) if is_root else (_new(context), context)
-            _tracer.emit(name, own, parent, int(begun * 1e9), int(ended * 1e9), attributes)
+            _tracer.emit(name, own, parent, int(begun * 1e9), int(ended * 1e9), attributes, error)
 
 
 def parents() -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from headrace.rpc import tracing
 
 Begin = Callable[..., Path]
-RUN = "a run"
+RUN = "a-run"
 
 
 @contextmanager

@@ -11,9 +11,11 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.errors import NotFound
+from headrace.job.schema.job import Job
+from headrace.job.schema.run import ModelSection, RunSection
 from headrace.rpc import tracing
 from headrace.run_folder import RunFolder
-from headrace.traces import Span, chrome, of_sample, read_spans
+from headrace.traces import Span, by_trace, chrome, of_sample, read_spans
 from services.buffer.ledger.work import Result
 from services.buffer.runtime.spans import GroupSpans
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest
@@ -84,7 +86,7 @@ def life(begin: Begin, tmp_path: Path) -> RunFolder:
 
 
 def test_a_group_whose_lease_expired_has_each_of_its_states_in_one_trace(life: RunFolder) -> None:
-    spans = [span for span in of_sample(read_spans(life), RUN, "train/0/2/1") if span.service == "buffer"]
+    spans = [span for span in of_sample(by_trace(read_spans(life)), RUN, "train/0/2/1") if span.service == "buffer"]
     (root,) = [span for span in spans if span.name == "headrace.sample"]
     states = [span for span in spans if span is not root]
     names = ["queued", "leased", "queued", "leased", "ready", "batched", "consumed"]
@@ -118,14 +120,14 @@ def _trace(group_id: str) -> str:
 
 
 def test_a_samples_life_has_all_services_and_attempts_and_the_step_that_trained_it(life: RunFolder) -> None:
-    spans = of_sample(read_spans(life), RUN, "train/0/2/1")
-    assert {span.service for span in spans} == {"buffer", "rollout", "engine engine-0", "trainer"}
+    spans = of_sample(by_trace(read_spans(life)), RUN, "train/0/2/1")
+    assert {span.service for span in spans} == {"buffer", "rollout", "engine 0", "trainer"}
     assert {span.lane for span in spans if span.service == "trainer"} == {"", "rank 0", "rank 1"}
     assert {span.trace_id for span in spans} == {
         f"{context.trace_id:032x}" for context in (tracing.root(RUN, "train/0", 1), *tracing.step(0))
     }
-    assert of_sample(read_spans(life), RUN, "train/0/1/1") == spans, "another attempt of the sample"
-    group = of_sample(read_spans(life), RUN, "train/0")
+    assert of_sample(by_trace(read_spans(life)), RUN, "train/0/1/1") == spans, "another attempt of the sample"
+    group = of_sample(by_trace(read_spans(life)), RUN, "train/0")
     assert {_trace("train/0"), *(span.trace_id for span in spans)} == {span.trace_id for span in group}
 
 
@@ -135,9 +137,8 @@ def test_what_a_rank_does_below_its_span_is_in_its_lane(life: RunFolder) -> None
 
 
 @pytest.mark.parametrize("sample_id", ["train/7/1/0", "train/0/1/9", "nothing", "/", ""])
-def test_a_sample_without_spans_is_refused_with_the_groups_that_have_some(life: RunFolder, sample_id: str) -> None:
-    with pytest.raises(NotFound, match="train/0, train/1"):
-        of_sample(read_spans(life), RUN, sample_id)
+def test_a_sample_that_was_not_traced_has_no_spans(life: RunFolder, sample_id: str) -> None:
+    assert of_sample(by_trace(read_spans(life)), RUN, sample_id) == []
 
 
 def test_a_run_that_traces_nothing_is_refused_with_the_flag(tmp_path: Path) -> None:
@@ -178,15 +179,15 @@ def test_what_perfetto_is_given_nests_in_named_lanes_and_arrows_go_from_service_
     require_drawable(events)
     assert sum(event["ph"] == "X" for event in events) == len(spans)
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert names == ["buffer", "rollout", "engine engine-0", "reward", "trainer"]
-    arrows = chrome(of_sample(spans, RUN, "train/0/2/1"), flows=True)["traceEvents"]
+    assert names == ["buffer", "rollout", "engine 0", "reward", "trainer"]
+    arrows = chrome(of_sample(by_trace(spans), RUN, "train/0/2/1"), flows=True)["traceEvents"]
     require_drawable(arrows)
     assert any(event["ph"] == "s" for event in arrows)
 
 
 def test_requests_that_an_engine_answers_side_by_side_have_a_row_each() -> None:
     def request(number: int, begun: float, ended: float) -> Span:
-        return Span(f"{number:032x}", str(number), "", "r", begun, ended, "engine engine-0", "", {}, "")
+        return Span(f"{number:032x}", str(number), "", "r", begun, ended, "engine 0", "", {}, "")
 
     events = chrome([request(1, 0.0, 10.0), request(2, 1.0, 5.0), request(3, 2.0, 12.0), request(4, 6.0, 8.0)])
     require_drawable(events["traceEvents"])
@@ -196,8 +197,13 @@ def test_requests_that_an_engine_answers_side_by_side_have_a_row_each() -> None:
 def test_the_command_prints_the_trace_of_a_run_or_of_a_sample(
     life: RunFolder, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    life.create(Job(model=ModelSection(hf_checkpoint=tmp_path), run=RunSection(run_name="a-run")))
     life.services_file.write_text("{}")
     assert main(["trace", str(tmp_path)]) == 0
     events = json.loads(capsys.readouterr().out)["traceEvents"]
     assert len(events) > 30
+    assert main(["trace", str(tmp_path), "train/0/2/1"]) == 0
+    of_one = json.loads(capsys.readouterr().out)["traceEvents"]
+    assert 15 < len(of_one) < len(events)
     assert main(["trace", str(tmp_path), "train/9/1/0"]) == 1
+    assert "train/0, train/1" in capsys.readouterr().err

@@ -8,7 +8,8 @@ import click
 
 from headrace.cli.arg_types import TEXT, run_argument
 from headrace.cli.runs import find_run
-from headrace.traces import chrome, of_sample, read_spans
+from headrace.errors import NotFound
+from headrace.traces import GROUP, by_trace, chrome, of_sample, read_spans
 
 
 @click.command()
@@ -22,7 +23,9 @@ def trace(run: str | None, sample: str | None) -> int:
     """
     folder = find_run(run)
     spans = read_spans(folder)
-    if sample is not None:
-        spans = of_sample(spans, folder.job().run.run_name, sample)
+    if sample is not None and not (spans := of_sample(by_trace(every := spans), folder.job().run.run_name, sample)):
+        groups = sorted({str(group) for span in every if (group := span.attributes.get(GROUP))})
+        there = f"traced groups are {', '.join(groups[:5])} …" if groups else "no sample was traced"
+        raise NotFound(f"no span of {sample[:80]}: {there}; a higher --trace-sample-ratio traces more")
     print(json.dumps(chrome(spans, flows=sample is not None), ensure_ascii=False))
     return 0

@@ -11,6 +11,7 @@ from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.state import LedgerEvent, Transaction
 
 _ENDS = (GroupState.COMMITTED, GroupState.DROPPED, GroupState.FAILED)
+_ERRORS = ("lease_expired", "failed")
 
 
 @dataclass(slots=True)
@@ -52,7 +53,8 @@ class GroupSpans:
         facts |= {} if event.step is None else {tracing.STEP: event.step}
         if known.state:
             name = f"headrace.{known.state.lower()}"
-            tracing.record(name, known.traces, known.since, event.unix_seconds, facts)
+            error = event.detail if event.kind in _ERRORS else None
+            tracing.record(name, known.traces, known.since, event.unix_seconds, facts, error=error)
         is_batched = state is GroupState.READY and event.step is not None
         known.state, known.since = "batched" if is_batched else state.value, event.unix_seconds
         if state in _ENDS:

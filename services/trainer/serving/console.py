@@ -159,7 +159,8 @@ class TrainerConsole:
         before, self._status.phase = self._status.phase, phase
         started = self._clock()
         try:
-            with tracing.span(_SPANS[phase], tracing.step(self._status.step), {tracing.STEP: self._status.step}):
+            traces = tracing.step(self._status.step) if phase in _SPANS else ()
+            with tracing.span(_SPANS.get(phase, ""), traces, {tracing.STEP: self._status.step}):
                 yield
         finally:
             self._status.phase = before
@@ -188,6 +189,9 @@ class TrainerConsole:
         """The batch is here: takes the production since the one before, which is reported with the step."""
         self._status.phase = pb.PHASE_TRAINING
         self._produced = metrics
+        step, now = self._status.step, time.time()
+        begun = now - (time.monotonic() - self._waiting_since)
+        tracing.record("headrace.wait", tracing.step(step), begun, now, {tracing.STEP: step})
 
     def mark(self, text: str) -> None:
         """The row of the step that is trained next says that this changed before it, and so do the pictures."""
@@ -308,7 +312,6 @@ _TIMES = {
     pb.PHASE_EVALUATING: "time/evaluate_seconds",
 }
 _SPANS = {
-    pb.PHASE_WAITING: "headrace.wait",
     pb.PHASE_TRAINING: "rl.train",
     pb.PHASE_PUBLISHING: "rl.sync",
     pb.PHASE_SAVING: "headrace.save",

@@ -27,7 +27,7 @@ from headrace.process.workers import WorkerPool
 from headrace.rpc import tracing
 from headrace.rpc.server import RpcServer, Service
 from headrace.run_folder import fields_in
-from tests.support.tracing import Begin, traced
+from tests.support.tracing import RUN, Begin, traced
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 
@@ -63,7 +63,7 @@ def test_a_process_that_traces_nothing_imports_nothing_of_it_and_writes_nothing(
 def test_every_process_and_every_lease_finds_the_same_trace(begin: Begin) -> None:
     begin()
     assert tracing.group("train/3", 2) == tracing.samples([("train/3", 0), ("train/3", 1)])
-    assert tracing.group("train/3", 1)[0] == tracing.root("a run", "train/3", 0) != tracing.root("b", "train/3", 0)
+    assert tracing.group("train/3", 1)[0] == tracing.root(RUN, "train/3", 0) != tracing.root("b", "train/3", 0)
 
 
 def test_the_trace_sample_ratio_is_the_share_that_is_traced_and_a_larger_share_holds_it(begin: Begin) -> None:
@@ -108,7 +108,7 @@ def test_a_file_is_what_opentelemetrys_own_definition_reads_and_a_torn_line_cost
         data = json_format.Parse(line, TracesData())
         (resource,) = data.resource_spans
         facts = {each.key: each.value.string_value for each in resource.resource.attributes}
-        assert (facts["service.name"], facts["service.instance.id"], facts["rl.run.id"]) == ("rollout", "1", "a run")
+        assert (facts["service.name"], facts["service.instance.id"], facts["rl.run.id"]) == ("rollout", "1", RUN)
         (span,) = resource.scope_spans[0].spans
         assert span.end_time_unix_nano >= span.start_time_unix_nano > 0
         assert {each.key for each in span.attributes} == {"text", "count", "share"}
