@@ -72,9 +72,11 @@ def of_sample(traces: Mapping[str, Sequence[Span]], run_name: str, sample_id: st
     own = {_root(run_name, "/".join(words[:i]), words[i + 1]) for i in range(1, len(words) - 1)} & traces.keys()
     if not own:
         own = {i for i, spans in traces.items() if any(span.attributes.get(GROUP) == sample_id for span in spans)}
-    steps = {span.step for trace in own for span in traces[trace] if span.name == "rl.train"}
-    own |= {_root(run_name, "step", str(step)) for step in steps} & traces.keys()
-    return sorted((span for trace in own for span in traces[trace]), key=_order)
+    spans = [span for trace in own for span in traces[trace]]
+    trained = {_root(run_name, "step", str(span.step)) for span in spans if span.name == "rl.train"} & traces.keys()
+    if trained:  # a step's own trace has its training too
+        spans = [span for span in spans if span.name != "rl.train"]
+    return sorted([*spans, *(span for trace in trained for span in traces[trace])], key=_order)
 
 
 def lane_of(span: Span) -> str:

@@ -229,7 +229,7 @@ class RunData:
 
 
 def _span(span: Span, lanes: Sequence[str]) -> list[object]:
-    name = span.name.rpartition("/")[2].removeprefix("headrace.")
+    name = re.split(r"[./]", span.name)[-1]
     return [lanes.index(lane_of(span)), name, round(span.begun / 1e6, 5), round(span.ended / 1e6, 5), span.error]
 
 

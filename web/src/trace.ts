@@ -34,7 +34,7 @@ export async function traceOf(id: string, step: number, overview: Overview): Pro
     if (error) facts.push(["error", error]);
     detail.replaceChildren(...facts.map(([key, value]) => h("span", label(`${key} `), h("bdi", value))));
   };
-  return section("Trace", drawing(placedOf(spans, lanes), start, chosen), detail, folded("As a table", false, () => table(spans, lanes, start)));
+  return section("Trace", drawing(placedOf(spans, lanes), lanes, start, chosen), detail, folded("As a table", false, () => table(spans, lanes, start)));
 }
 
 /** A lane has a row for each level of spans within spans, and more where some overlap. */
@@ -66,7 +66,13 @@ function piecesOf(spans: TraceSpan[]): { from: number; to: number; width: number
   return times.slice(1).map((to, index) => ({ from: times[index]!, to, width: Math.min(to - times[index]!, most) }));
 }
 
-function drawing({ placed, lanes, height }: Drawn, start: number, chosen: (span: TraceSpan) => void): HTMLElement {
+/** Of services; a trainer's ranks have its colour. */
+function colourOf(lane: string): number {
+  const service = ["buffer", "rollout", "engine", "reward"].findIndex((name) => lane.startsWith(name));
+  return service < 0 ? 4 : service;
+}
+
+function drawing({ placed, lanes, height }: Drawn, names: string[], start: number, chosen: (span: TraceSpan) => void): HTMLElement {
   const pieces = piecesOf(placed.map(({ span }) => span));
   const all = pieces.reduce((sum, { width }) => sum + width, 0) || 1;
   const root = svg("svg.drawing.trace", { height: height + BOTTOM, role: "img", "aria-label": "Spans by service, over time. They follow as a table." });
@@ -76,14 +82,15 @@ function drawing({ placed, lanes, height }: Drawn, start: number, chosen: (span:
     const scale = (width - LEFT - 4) / all;
     const at = new Map<number, number>([[pieces[0]?.from ?? start, LEFT]]);
     let x = LEFT;
-    let labelled = -Infinity;
+    let labelled = LEFT;
+    root.append(svg("text", { x: LEFT, y: height + 13 }, "0 s"));
     for (const { from, to, width: share } of pieces) {
       const right = x + share * scale;
       if (share < to - from) {
         root.append(svg("rect.break", { x, y: 0, width: right - x, height }));
-        if (right - x > 40) root.append(svg("text.mark", { x: (x + right) / 2, y: height + 13, "text-anchor": "middle" }, `↔ ${seconds(to - from)}`));
-        labelled = right - 22;
-      } else if (x - labelled > 64 && width - x > 30) {
+        if (right - x > 56) root.append(svg("text.mark", { x: (x + right) / 2, y: height + 13, "text-anchor": "middle" }, `↔ ${seconds(to - from)}`));
+        labelled = right - 60;
+      } else if (x - labelled > 64 && right - x > 36) {
         root.append(svg("text", { x, y: height + 13 }, seconds(from - start)));
         labelled = x;
       }
@@ -96,9 +103,10 @@ function drawing({ placed, lanes, height }: Drawn, start: number, chosen: (span:
     for (const { span, y } of placed) {
       const [lane, name, begun, ended, error] = span;
       const [left, right] = [at.get(begun)!, at.get(ended)!];
-      const bar = svg("rect.bar", { class: error && "failed", x: left, y, width: Math.max(right - left, 1.5), height: ROW - 2, rx: 2, style: { "--stroke": `var(--part-${lane % 6})` } });
+      const bar = svg("rect.bar", { class: error && "failed", x: left, y, width: Math.max(right - left, 1.5), height: ROW - 2, rx: 2, style: { "--stroke": `var(--part-${colourOf(names[lane]!)})` } });
+      const text = error ? `${name}: ${error.split(":")[0]}` : name;
       const room = Math.floor((right - left - 6) / CHARACTER);
-      root.append(svg("g", { pointerenter: () => chosen(span) }, bar, room > 2 && svg("text.name", { x: left + 4, y: y + 11.5 }, room < name.length ? `${name.slice(0, room - 1)}…` : name)));
+      root.append(svg("g", { pointerenter: () => chosen(span) }, bar, room > 2 && svg("text.name", { x: left + 4, y: y + 11.5 }, room < text.length ? `${text.slice(0, room - 1)}…` : text)));
     }
   };
   new ResizeObserver(() => {
