@@ -28,7 +28,7 @@ export async function traceOf(id: string, step: number, overview: Overview): Pro
   const spans = samples[id];
   if (!spans) return section("Trace", h("p.empty", "This sample was not traced. A higher --trace-sample-ratio traces more."));
   const start = spans[0]![2];
-  const detail = h("div.token-detail", label("Point at a bar."));
+  const detail = h("div.trace-detail", label("Point at a bar."));
   const chosen = ([lane, name, begun, ended, error]: TraceSpan): void => {
     const facts: [string, string][] = [["what", name], ["where", lanes[lane]!], ["after", seconds(begun - start)], ["took", seconds(ended - begun)]];
     if (error) facts.push(["error", error]);
@@ -79,7 +79,7 @@ function drawing({ placed, lanes, height }: Drawn, names: string[], start: numbe
   let width = 0;
   const redraw = (): void => {
     root.replaceChildren();
-    const scale = (width - LEFT - 4) / all;
+    const scale = Math.max(width - LEFT - 4, 0) / all;
     const at = new Map<number, number>([[pieces[0]?.from ?? start, LEFT]]);
     let x = LEFT;
     let labelled = LEFT;
