@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ GENERATE, OUTPUT_TOKENS = "rl.sample.generate", "gen_ai.usage.output_tokens"
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
+_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _HTTP = "http/protobuf"
 _MOST_BYTES = 1 << 30
 _MOST_TRACES_OF_A_CALL = 32
@@ -63,12 +65,32 @@ Contexts = tuple[Context, ...]
 def start(process: str, folder: Path, *, run: str, ratio: float) -> None:
     """Traces this share of the run's samples from now on. `process` names the file and, up to "-", the service.
 
-    Raises ConfigError for a package or a protocol that is not there. Call it once, at the start of a process.
+    Raises as `require_usable`. Call it once, at the start of a process.
     """
     global _tracer  # as the configuration of logging, which a process has once
+    require_usable(ratio)
     if ratio:
         _tracer = _Tracer(process, folder, run, ratio)
         os.environ[_VARIABLE] = json.dumps([process, str(folder.absolute()), run, ratio])
+
+
+def require_usable(ratio: float) -> None:
+    """Raises ConfigError for a package or a protocol that a run which traces this share would miss."""
+    others = {os.environ.get(name) or _HTTP for name in _PROTOCOLS} - {_HTTP}
+    if ratio and others and _is_sent():
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {others.pop()}: spans are sent as {_HTTP}, so unset it")
+    for name in _PACKAGES[: 1 + _is_sent()] if ratio else ():
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"trace_sample_ratio needs the package {error.name}: pip install 'headrace[trace]'",
+                field="trace_sample_ratio",
+            ) from error
+
+
+def _is_sent() -> bool:
+    return any(map(os.environ.get, _ENDPOINTS))
 
 
 def is_on() -> bool:
@@ -236,17 +258,11 @@ class _Tracer:
         self.threshold = int(ratio * (1 << 64))  # as OpenTelemetry's TraceIdRatioBased has it
         service, _, number = process.partition("-")
         attributes = {"service.name": service, "service.instance.id": number or "0", "service.version": __version__}
-        try:
-            from opentelemetry.sdk import trace
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
+        from opentelemetry.sdk import trace
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
-            self._processor = _processor(folder / f"{process}.jsonl")
-        except ImportError as error:
-            raise ConfigError(
-                f"trace_sample_ratio needs the package {error.name}: pip install 'headrace[trace]'",
-                field="trace_sample_ratio",
-            ) from error
+        self._processor = _processor(folder / f"{process}.jsonl")
         self._resource = Resource.create(attributes | {"rl.system": "headrace", "rl.run.id": run})
         sampled = TraceFlags(TraceFlags.SAMPLED)
 
@@ -293,9 +309,7 @@ _tracer: _Tracer | None = None
 def _processor(file: Path) -> Any:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 
-    if any(map(os.environ.get, _ENDPOINTS)):
-        if others := {os.environ.get(name) or _HTTP for name in _PROTOCOLS} - {_HTTP}:
-            raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {others.pop()}: spans are sent as {_HTTP}, so unset it")
+    if _is_sent():
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=_QUEUED_SPANS)

@@ -20,6 +20,7 @@ from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
 from headrace.rpc.net import free_port
 from headrace.sample_log import SampleLog
+from headrace.traces import by_trace, lanes_of, of_sample, read_spans
 from tests.long_forms import whole_run
 from tests.support.faults.malformed import MALFORMED, call_raw, methods
 from tests.support.models.tiny_model import make_tiny_qwen3
@@ -91,7 +92,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     await reward.start(f"{tmp_path}/vowels.py:vowels")
     run = TrainingRun(
         tmp_path, checkpoint, "--reward-address", reward.address,
-        "--num-rollout", "22", "--lr", "5e-3", "--save-hf", str(tmp_path / "export"),
+        "--num-rollout", "22", "--lr", "5e-3", "--save-hf", str(tmp_path / "export"), "--trace-sample-ratio", "0.2",
     )  # fmt: skip
     try:
         async with run.started():
@@ -135,6 +136,15 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     assert all(each.prompt and each.reward is not None for each in kept)
     assert len({(sample.scorer, sample.scorer_version) for group in trained for sample in group.samples}) == 2
     assert max(r.policy_version for group in trained for s in group.samples for r in s.policy_ranges) >= 20
+
+    spans = read_spans(run.folder)
+    lives = [of_sample(by_trace(spans), run.folder.job().run.run_name, each.sample_id) for each in kept]
+    assert 0.1 < sum(map(bool, lives)) / len(lives) < 0.3
+    for life in filter(None, lives):
+        lanes = [lane for lane in lanes_of(life) if not lane.startswith("engine")]
+        assert lanes == ["buffer", "rollout", "trainer", "rank 0", "rank 1"]
+        assert {"headrace.consumed", "rl.sample.generate", "rl.reward", "rl.loop"} <= {span.name for span in life}
+    assert {span.service for span in spans} >= {"engine 0", "engine 1"}
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     assert all(parameter.isfinite().all() for parameter in exported.parameters())

@@ -246,6 +246,7 @@ def test_without_the_sdk_a_job_that_traces_is_refused_with_the_extra_that_has_it
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     with pytest.raises(ConfigError, match=r"headrace\[trace\]"):
         begin()
+    begin(0.0)
 
 
 def test_a_full_file_ends_with_one_warning_and_no_error(

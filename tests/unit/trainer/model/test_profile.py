@@ -11,6 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from headrace.job.rules.rules import warnings
 from headrace.job.schema.run import DebugSection
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.profile import StepProfiler
@@ -55,3 +56,10 @@ def test_a_step_that_fails_is_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), StepProfiler(range(1, 2), tmp_path / "profile", LAYOUT).step(1):
         raise ZeroDivisionError
     assert not (tmp_path / "profile").exists()
+
+
+def test_a_range_behind_the_last_step_is_warned_of(load_with) -> None:
+    assert any(
+        "profile_steps 9:10" in each for each in warnings(load_with("--profile-steps", "9:10", "--num-rollout", "8"))
+    )
+    assert warnings(load_with("--profile-steps", "8:10", "--num-rollout", "8")) == []
