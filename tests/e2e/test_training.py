@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -84,6 +85,18 @@ async def require_conformance(run: TrainingRun) -> None:
         assert await asyncio.to_thread(main, ["conformance", name, entry.address]) == 0, name
 
 
+def require_traces(run: TrainingRun, sample_ids: Sequence[str]) -> None:
+    """A fifth of the samples has spans of all services and ranks that belong to the run."""
+    spans, name = read_spans(run.folder), run.folder.job().run.run_name
+    lives = [of_sample(by_trace(spans), name, sample_id) for sample_id in sample_ids]
+    assert 0.1 < sum(map(bool, lives)) / len(lives) < 0.3
+    for life in filter(None, lives):
+        lanes = [lane for lane in lanes_of(life) if not lane.startswith("engine")]
+        assert lanes == ["buffer", "rollout", "trainer", "rank 0", "rank 1"]
+        assert {"headrace.consumed", "rl.sample.generate", "rl.reward", "rl.loop"} <= {span.name for span in life}
+    assert {span.service for span in spans} >= {"engine 0", "engine 1"}
+
+
 async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_path: Path) -> None:
     checkpoint = make_tiny_qwen3(tmp_path / "model")
     for name, code in (("vowels", VOWELS), ("length", LENGTH)):
@@ -137,15 +150,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     assert len({(sample.scorer, sample.scorer_version) for group in trained for sample in group.samples}) == 2
     assert max(r.policy_version for group in trained for s in group.samples for r in s.policy_ranges) >= 20
 
-    spans = read_spans(run.folder)
-    lives = [of_sample(by_trace(spans), run.folder.job().run.run_name, each.sample_id) for each in kept]
-    assert 0.1 < sum(map(bool, lives)) / len(lives) < 0.3
-    for life in filter(None, lives):
-        lanes = [lane for lane in lanes_of(life) if not lane.startswith("engine")]
-        assert lanes == ["buffer", "rollout", "trainer", "rank 0", "rank 1"]
-        assert {"headrace.consumed", "rl.sample.generate", "rl.reward", "rl.loop"} <= {span.name for span in life}
-    assert {span.service for span in spans} >= {"engine 0", "engine 1"}
-
+    require_traces(run, [each.sample_id for each in kept])
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     assert all(parameter.isfinite().all() for parameter in exported.parameters())
 
