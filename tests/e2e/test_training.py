@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -85,6 +86,13 @@ async def require_conformance(run: TrainingRun) -> None:
         assert await asyncio.to_thread(main, ["conformance", name, entry.address]) == 0, name
 
 
+async def require_metrics(run: TrainingRun) -> None:
+    """The trainer's page has the newest row for Prometheus."""
+    url = f"http://{run.folder.services()['trainer'].metrics_address}/metrics"
+    page = await asyncio.to_thread(lambda: urlopen(url, timeout=10).read().decode())
+    assert 'headrace_trainer_metric{name="tokens_per_second_per_rank"}' in page
+
+
 def require_traces(run: TrainingRun, sample_ids: Sequence[str]) -> None:
     """A fifth of the samples has spans of all services and ranks that belong to the run."""
     spans, name = read_spans(run.folder), run.folder.job().run.run_name
@@ -120,6 +128,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
             assert open_to_others(listens) == [], listens
             await send_malformed_bytes(run)
             await require_conformance(run)
+            await require_metrics(run)
             await run.until_step(16)
             await reward.stop()
             await reward.start(f"{tmp_path}/length.py:length")
