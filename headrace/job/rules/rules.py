@@ -129,6 +129,8 @@ def _of_training(job: Job) -> Iterator[str]:
         yield f"load {folder} does not exist yet: training starts from the beginning, with hf_checkpoint's weights"
     if job.eval.eval_interval is not None and not job.eval.is_asked_for:
         yield f"eval_interval {job.eval.eval_interval} has no effect without eval_prompt_data: nothing is evaluated"
+    if (steps := job.debug.profiled_steps) and steps[0] > job.rollout.num_rollout:
+        yield f"profile_steps {job.debug.profile_steps}: the run ends after step {job.rollout.num_rollout}"
     if not job.debug.debug_rollout_only:
         if args.lr == 0:
             yield "lr 0: the policy never changes: pass --lr 1e-6 or another learning rate"
