@@ -195,9 +195,9 @@ $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
 	@$(PIP) --quiet -r requirements/dev.txt
 	@touch $@
 
-EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect mcp trace)
+EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect mcp trace tinker)
 $(STAMPS)/extras: $(EXTRAS) $(STAMPS)/cpu
-	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect, mcp, trace"
+	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect, mcp, trace, tinker"
 	@$(PIP) --quiet $(addprefix -r ,$(EXTRAS))
 	@touch $@
 
