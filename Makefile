@@ -196,15 +196,9 @@ $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
 	@$(PIP) --quiet -r requirements/dev.txt
 	@touch $@
 
-<<<<<<< HEAD
 EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect mcp tinker trace)
 $(STAMPS)/extras: $(EXTRAS) $(STAMPS)/cpu
 	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect, mcp, tinker, trace"
-=======
-EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect mcp trace tinker)
-$(STAMPS)/extras: $(EXTRAS) $(STAMPS)/cpu
-	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect, mcp, trace, tinker"
->>>>>>> trace
 	@$(PIP) --quiet $(addprefix -r ,$(EXTRAS))
 	@touch $@
 
