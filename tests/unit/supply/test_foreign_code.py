@@ -34,7 +34,6 @@ WHOLE = frozenset({"torch.load", "np.load", "numpy.load", "pickle.loads", "pickl
 ALLOWED = {
     ("headrace/cli/main.py", "import_module"): "commands of headrace, by a table of their names",
     ("headrace/rpc/log.py", "import_module"): "grpc's own, by its name",
-    ("headrace/rpc/tracing.py", "import_module"): "OpenTelemetry, by a list of names",
     ("headrace/hooks/kit/reward_model.py", "from_pretrained"): "the job's reward model, without its code",
     ("headrace/hooks/load.py", "exec_module"): "the user's own functions, which the job names",
     ("headrace/hooks/load.py", "import_module"): "the same, of a module",
