@@ -305,6 +305,13 @@ class Receiver:
             await self.abort(self.open_id, why)
         await self.adapters.stop()
 
+    async def leave(self) -> None:
+        """Ends the part of a run that joined the fleet: no engine has an adapter of it when this returns."""
+        if self.open_id:
+            await self.abort(self.open_id, "the run leaves")
+        await self.adapters.drop()
+        del self._fleet.joined[self._joined]
+
     def _transport(self, plan: Plan) -> Inbound:
         if plan.is_loaded:
             return self._loaded
