@@ -398,9 +398,7 @@ class _Build:
             fleet=fleet,
             weights=self.engines.weights,
             scaler=self.scaler,
-            runs=None
-            if self.host
-            else Runs(job, self.engines.fleet, self.joined, self.turns, samples_at_once(job.rollout)),
+            runs=None if self.host else self.runs(),
             receiver=receiver,
             producer=producer,
             engine_memory=EngineMemory(fleet, producer, receiver) if job.placement.offload_rollout else None,
@@ -421,6 +419,11 @@ class _Build:
         if self.host:
             return self.host.scaler
         return Scaler(self.fleet, capacity(self.job, has_accelerator=self.has_accelerator), self.metrics)
+
+    def runs(self) -> Runs:
+        """The other runs, whose parts are built as this one's is."""
+        slots = samples_at_once(self.job.rollout)
+        return Runs(self.job, self.joined, self.turns, slots, self.metrics.background_work_ended)
 
     def started_functions(self) -> list[Startable]:
         """The parts that have processes."""

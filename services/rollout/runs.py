@@ -19,9 +19,8 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from headrace.job.schema.job import Job
 from headrace.models.folders import base_digest
-from headrace.rpc.log import log
+from headrace.rpc.log import kept_running, log
 from services.rollout.admission import EngineSlots
-from services.rollout.engine.fleet import Fleet
 from services.rollout.fleet_build import adapted_layers
 
 if TYPE_CHECKING:
@@ -53,12 +52,22 @@ class _Joined:
 class Runs:
     """The runs beside the service's own."""
 
-    def __init__(self, own: Job, fleet: Fleet, part_of: Callable[[Job], Part], turns: EngineSlots, slots: int) -> None:
-        """`slots`: the requests that all runs together have at the engines while several have some."""
+    def __init__(
+        self,
+        own: Job,
+        part_of: Callable[[Job], Part],
+        turns: EngineSlots,
+        slots: int,
+        ended: Callable[[str], None],
+    ) -> None:
+        """`slots`: the requests that all runs together have at the engines while several have some.
+
+        `ended` is told of background work that broke off.
+        """
         self._own = own
-        self._fleet = fleet
         self._part_of = part_of
         self._turns = turns
+        self._ended = ended
         self._slots = slots
         self._joined: dict[str, _Joined] = {}
         self._changing = asyncio.Lock()
@@ -88,14 +97,13 @@ class Runs:
         job = _job_of(job_json)
         if self._is_own(job):
             return 0.0
-        async with self._changing:
-            joined = self._joined.get(run)
-            if joined and joined.job_json != job_json:
-                await self._end(run, "it begins anew")
-            if run not in self._joined:
-                await self._require_able(run, job, digest)
-                await self._begin(run, job, job_json)
-            self._joined[run].heard_at = _now()
+        if not self._heard(run, job_json):  # at once: another run may take a while to leave
+            async with self._changing:
+                if run in self._joined and not self._heard(run, job_json):
+                    await self._end(run, "it begins anew")
+                if run not in self._joined:
+                    await self._require_able(run, job, digest)
+                    await self._begin(run, job, job_json)
         return LEASE_SECONDS
 
     async def leave(self, run: str) -> None:
@@ -129,6 +137,14 @@ class Runs:
                 adapters=of_run.receiver.adapters.held,
                 silent_seconds=_now() - joined.heard_at if joined else None,
             )
+
+    def _heard(self, run: str, job_json: str) -> bool:
+        """False where it has not joined with this job."""
+        joined = self._joined.get(run)
+        if joined is None or joined.job_json != job_json:
+            return False
+        joined.heard_at = _now()
+        return True
 
     def _is_own(self, job: Job) -> bool:
         if job.services.buffer_address == self._own.services.buffer_address:
@@ -191,7 +207,7 @@ class Runs:
             self._divide()
             raise
         if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
+            self._watching = asyncio.create_task(kept_running("end silent runs", self._watch, self._ended))
         log.info("run_joined", joined=run, runs=len(self._joined) + 1)
 
     async def _end(self, run: str, why: str) -> None:

@@ -74,7 +74,8 @@ async def run_rank0(
         built = await asyncio.get_running_loop().run_in_executor(compute, build.rank, fetch, joined)
         group = RankGroup(joined.channel, built.worker, compute)
         ranks = build.ranks(group, built, rollout, console)
-        await run(ranks, ranks, built.layout.world_size, built.restored_step)
+        async with build.joined(rollout):
+            await run(ranks, ranks, built.layout.world_size, built.restored_step)
         await group.gather(FILES_TIMEOUT.total_seconds(), RankWorker.leave)
 
     try:

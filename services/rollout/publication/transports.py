@@ -282,11 +282,12 @@ class AdapterInbound(DiskInbound):
         self._let_go(former)
 
     async def drop(self) -> None:
-        """Returns once no engine has any, which is when no request uses one."""
+        """Returns once no engine has any, which is when no request uses one; it waits a minute at most."""
         self._weights.serve_adapter("", self._weights.policy_version, None)
         for name in self.held:
             self._let_go(name)
-        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+        if self._leaving:
+            await asyncio.wait(self._leaving.values(), timeout=_UNLOAD_SECONDS)
 
     def _let_go(self, name: str) -> None:
         if name in self._held and name not in self._leaving:
