@@ -170,7 +170,7 @@ class TrainerBuild:
         gc.freeze()  # libraries and the model stay: a collection that looks at them costs a step 0.1 s
         log.info("built", restored_step=restored_step)
         steps = job.debug.profiled_steps
-        profiler = StepProfiler(steps, RunFolder(self._run_dir).profile, layout) if steps else None
+        profiler = StepProfiler(steps, RunFolder(self.run_dir).profile, layout) if steps else None
         worker = RankWorker(policy, sender, fetch, checkpoints, self._trained_samples(layout), profiler)
         return Built(layout, worker, checkpoints, restored_step)
 
