@@ -238,7 +238,8 @@ def _of_fleet(fleet: rollout_pb2.GetFleetResponse) -> str:
     warnings = "".join(f"\n{one_line(warning, WARNING_CHARACTERS)}" for warning in fleet.warnings)
     staying = sum(engine.state != rollout_pb2.ENGINE_STATE_LEAVING for engine in fleet.engines)
     wanted = f" ({fleet.wanted_engines} wanted)" if fleet.wanted_engines not in (0, staying) else ""
-    return f"{engines or 'no engines'}{wanted}; {samples}{waiting}, {fleet.groups_produced} groups produced{runs}{warnings}"
+    said = f"{engines or 'no engines'}{wanted}; {samples}{waiting}, {fleet.groups_produced} groups produced"
+    return f"{said}{runs}{warnings}"
 
 
 def _of_ledger(stats: buffer_pb2.StreamStats) -> str:

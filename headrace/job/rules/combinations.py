@@ -93,8 +93,6 @@ _NEEDS: Sequence[tuple[str, str, str]] = (
     ),
     ("buffer_store=postgres", "buffer_postgres", "postgresql://USER@HOST/NAME"),
     ("update_weight_transport=adapter", "lora_rank", "it sends the adapters of LoRA alone"),
-    ("rollout_runs", "update_weight_transport=adapter", "runs share one base, each with adapters of its own"),
-    ("rollout_run_requests", "rollout_runs", "a run alone is not limited"),
     (
         "debug_train_only",
         "load_debug_rollout_data",
