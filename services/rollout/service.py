@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,6 +129,10 @@ class Startable(Protocol):
         """Ends the processes."""
 
 
+_RETURN_SECONDS = 2.0
+"""For the leases of a run that leaves: its ledger may have died with it, and other runs wait for what it holds."""
+
+
 class RolloutService:
     """States: built → started → stopped."""
 
@@ -229,7 +233,9 @@ class RolloutService:
         """Returns leases, then ends engines and router, unless they are another run's."""
         if self.load_watch:
             await self.load_watch.stop()
-        await self.parts.producer.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RETURN_SECONDS if self._is_joined else None):
+                await self.parts.producer.drain()
         if self._endpoint:
             await self._endpoint.stop()
         if self.parts.engine_memory:

@@ -63,7 +63,6 @@ async def run_rank0(
     async def serve_tinker() -> None:
         assert rollout is not None, "the job's rules refuse debug_train_only"
         console.open_without_steps(joined.layout.world_size)
-        await rollout.pause_production()
         await server.set_ready()
         await TinkerServer(build.job, build.run_dir, listen, rollout).run(joined, compute, console.until_stopped)
 

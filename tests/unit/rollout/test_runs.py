@@ -20,6 +20,7 @@ from headrace.client.rollout import RolloutClient
 from headrace.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from headrace.job.schema.job import Job
 from headrace.models.folders import base_digest
+from headrace.rpc.server import RpcServer
 from headrace.run_folder import RunFolder
 from services.buffer.store.memory import MemoryStore
 from services.rollout import runs
@@ -98,6 +99,7 @@ class Fleet:
     service: RolloutService
     registry: CollectorRegistry
     address: str
+    ledgers: Mapping[str, RpcServer]
     runs: Mapping[str, Run] = field(default_factory=dict)
 
     @property
@@ -132,9 +134,10 @@ async def fleet(folder: Path, *, token_seconds: float = 0.0, **services: Any) ->
         }
 
     async with AsyncExitStack() as stack:
-        jobs, buffers = {}, {}
+        jobs, buffers, ledgers = {}, {}, {}
         for number, name in enumerate(("first", "second", "third")):
             _, server = await stack.enter_async_context(served_buffer(MemoryStore()))
+            ledgers[name] = server
             buffers[name] = await stack.enter_async_context(BufferClient(server.address))
             reward = await stack.enter_async_context(scripted_reward(score(float(number))))
             jobs[name] = Job.model_validate(sections(name, server.address, reward.address))
@@ -160,7 +163,7 @@ async def fleet(folder: Path, *, token_seconds: float = 0.0, **services: Any) ->
             name: Run(job, buffers[name], await stack.enter_async_context(RolloutClient(address, run=name)))
             for name, job in jobs.items()
         }
-        yield Fleet(engines, service, registry, address, found)
+        yield Fleet(engines, service, registry, address, ledgers, found)
 
 
 def versions(groups: list[Any]) -> set[int]:
@@ -246,6 +249,26 @@ async def test_nothing_is_left_of_a_run_whose_trainer_is_not_heard_of(
         assert not stats.groups["LEASED"], "its leases were given back"
         await first.submit(0)
         assert versions(await first.samples()) == {1}
+
+
+async def test_a_run_whose_ledger_died_with_it_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, token_seconds=0.02) as shared:
+        first, second = shared.runs["first"], shared.runs["second"]
+        await first.publish(1)
+        await second.join()
+        await second.publish(1)
+        await second.submit(0)
+        async with asyncio.timeout(60):
+            while not (await second.buffer.stats("train")).groups["LEASED"]:
+                await asyncio.sleep(0.01)
+        await shared.ledgers["second"].stop()
+        monkeypatch.setattr(runs, "LEASE_SECONDS", 0.0)
+        await shared.until_gone(second)
+        async with asyncio.timeout(30):
+            while [*shared.engine.adapters] != ["e1-v1-00000001"] or second.name in shared.service.parts.fleet.joined:
+                await asyncio.sleep(0.01)
 
 
 async def test_a_publication_that_a_dead_trainer_left_open_holds_up_no_other_run(tmp_path: Path) -> None:
