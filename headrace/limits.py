@@ -223,6 +223,8 @@ MAX_GROUPS: Final = 1 << 31
 """max_groups, max_queued_groups and max_leases."""
 MAX_SHARDS: Final = 1_024
 """num_shards."""
+MAX_RUNS: Final = 16
+"""Runs that share the engines of a rollout service."""
 MAX_ROLLOUT_SERVICES: Final = 256
 """Rollout services on one ledger."""
 MAX_FILES: Final = 64

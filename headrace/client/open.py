@@ -16,9 +16,12 @@ def open_buffer(address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECO
     return ShardedBuffer(addresses, deadline_seconds=deadline_seconds)
 
 
-def open_rollout(address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> Rollout:
-    """Connects lazily. Several addresses with commas between them are the rollout services of one run."""
+def open_rollout(address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS, run: str = "") -> Rollout:
+    """Connects lazily. Several addresses with commas between them are the rollout services of one run.
+
+    `run`: the one that asks, where several share a service.
+    """
     addresses = address.split(",")
     if len(addresses) == 1:
-        return RolloutClient(address, deadline_seconds=deadline_seconds)
-    return RolloutClients(addresses, deadline_seconds=deadline_seconds)
+        return RolloutClient(address, deadline_seconds=deadline_seconds, run=run)
+    return RolloutClients(addresses, deadline_seconds=deadline_seconds, run=run)

@@ -189,9 +189,11 @@ class Rollout(Closing):
 class RolloutClient(Rollout):
     """Speaks to one rollout service. Close it, or use it as a context."""
 
-    def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
+    def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS, run: str = "") -> None:
+        """`run`: the one that asks, where several share the service."""
         self.services = [self]
         self.address = address
+        self._run = run
         self._channel = connect(address)
         self._peer = f"the rollout service at {address}"
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
@@ -214,7 +216,9 @@ class RolloutClient(Rollout):
         self, request: pb.GenerateRequest, deadline_seconds: float
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """One call of Generate, which ends with its service."""
-        async for reply in stream(self._stub.Generate, request, deadline_seconds=deadline_seconds, peer=self._peer):
+        async for reply in stream(
+            self._stub.Generate, self._named(request), deadline_seconds=deadline_seconds, peer=self._peer
+        ):
             yield reply
 
     async def watch_evaluation(
@@ -226,7 +230,9 @@ class RolloutClient(Rollout):
         deadline_seconds: float = 3600.0,
     ) -> AsyncIterator[pb.EvaluateResponse]:
         request = pb.EvaluateRequest(evaluation_id=evaluation_id, datasets=datasets, return_samples=return_samples)
-        async for reply in stream(self._stub.Evaluate, request, deadline_seconds=deadline_seconds, peer=self._peer):
+        async for reply in stream(
+            self._stub.Evaluate, self._named(request), deadline_seconds=deadline_seconds, peer=self._peer
+        ):
             yield reply
 
     async def get_fleet(self, *, deadline_seconds: float | None = None) -> pb.GetFleetResponse:
@@ -357,7 +363,31 @@ class RolloutClient(Rollout):
         reply: pb.FinishTaskResponse = await self._call(self._stub.FinishTask, request, deadline_seconds)
         return reply.accepted
 
+    # Several runs on one service
+
+    async def join_run(self, job_json: str, base_digest: str, *, deadline_seconds: float) -> float:
+        """Joins, or renews the lease. Returns its seconds; 0 for the run that the service was started for, which stays.
+
+        Raises FailedPrecondition, AlreadyExists or ResourceExhausted where the service cannot take the run.
+        """
+        request = pb.JoinRunRequest(run=self._run, job_json=job_json, base_digest=base_digest)
+        reply: pb.JoinRunResponse = await call_once(
+            self._stub.JoinRun, request, deadline_seconds=deadline_seconds, peer=self._peer
+        )
+        return reply.lease_seconds
+
+    async def leave_run(self, *, deadline_seconds: float) -> None:
+        """Returns once nothing of the run is left at the service."""
+        request = pb.LeaveRunRequest(run=self._run)
+        await call_once(self._stub.LeaveRun, request, deadline_seconds=deadline_seconds, peer=self._peer)
+
+    def _named(self, request: Message) -> Message:
+        if self._run and "run" in request.DESCRIPTOR.fields_by_name:
+            request.run = self._run  # type: ignore[attr-defined]  # those messages have it
+        return request
+
     async def _call(self, method: Any, request: Message, deadline_seconds: float | None = None) -> Any:
+        request = self._named(request)
         return await call(method, request, deadline_seconds=deadline_seconds or self._deadline_seconds, peer=self._peer)
 
 
@@ -380,12 +410,14 @@ def service_name(number: int) -> str:
 class RolloutClients(Rollout):
     """`Rollout` over all services, in the order of their addresses."""
 
-    def __init__(self, addresses: Sequence[str], *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
+    def __init__(
+        self, addresses: Sequence[str], *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS, run: str = ""
+    ) -> None:
         if len(set(addresses)) != len(addresses):
             raise InvalidArgument(
                 f"the rollout services {list(addresses)} have an address twice: give each service its own"
             )
-        self.services = [RolloutClient(address, deadline_seconds=deadline_seconds) for address in addresses]
+        self.services = [RolloutClient(address, deadline_seconds=deadline_seconds, run=run) for address in addresses]
         self._deadline_seconds = deadline_seconds
 
     async def close(self) -> None:
@@ -512,6 +544,7 @@ def _merged(fleets: dict[int, pb.GetFleetResponse], silent: Sequence[int]) -> pb
         router_address=",".join(fleet.router_address for fleet in fleets.values()),
         reward_address=",".join(dict.fromkeys(fleet.reward_address for fleet in fleets.values())),
         scorer=",".join(dict.fromkeys(fleet.scorer for fleet in fleets.values())),
+        runs=[run for fleet in fleets.values() for run in fleet.runs],
         warnings=dict.fromkeys(warning for fleet in fleets.values() for warning in fleet.warnings),
     )
     for number, fleet in fleets.items():

@@ -147,8 +147,9 @@ class SyncBuffer(_Sync[Buffer]):
 class SyncRollout(_Sync[Rollout]):
     """The rollout service at one address, or several with commas between their addresses."""
 
-    def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
-        super().__init__(lambda: open_rollout(address, deadline_seconds=deadline_seconds))
+    def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS, run: str = "") -> None:
+        """`run`: the one that asks, where several share the service."""
+        super().__init__(lambda: open_rollout(address, deadline_seconds=deadline_seconds, run=run))
 
     generate = _stream(Rollout.generate)
     evaluate = _call(Rollout.evaluate)

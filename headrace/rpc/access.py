@@ -114,6 +114,8 @@ ALLOWED: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "LeaseTasks": _PRODUCES,
         "RenewTasks": _PRODUCES,
         "FinishTask": _PRODUCES,
+        "JoinRun": _TRAINS,
+        "LeaveRun": _TRAINS,
     },
     "headrace.api.reward.v1.RewardService": {
         "Score": _ASKS,

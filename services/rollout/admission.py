@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 
@@ -32,52 +32,67 @@ class Kind(StrEnum):
 
 
 class Shares:
-    """Counts requests in use and waiting. A kind alone may have `alone` in use, where all slots are fewer."""
+    """Counts requests in use and waiting, by their kind or by another name.
 
-    def __init__(self, slots: Mapping[Kind, int], *, alone: int = 0) -> None:
-        self._slots = dict(slots)
+    A kind alone may have `alone` in use, where all slots are fewer; none has more than `most`, whatever is free.
+    """
+
+    def __init__(
+        self, slots: Mapping[Kind, int] | Mapping[str, int], *, alone: int = 0, most: int | None = None
+    ) -> None:
+        self._slots: dict[str, int] = {str(kind): count for kind, count in slots.items()}
         self._alone = alone
-        self._in_use = dict.fromkeys(Kind, 0)
-        self._waiting = dict.fromkeys(Kind, 0)
+        self._most = most
+        self._in_use = Counter[str]()
+        self._waiting = Counter[str]()
 
-    def slots(self, kind: Kind) -> int:
+    @property
+    def names(self) -> Sequence[str]:
+        """Those that have slots of their own."""
+        return list(self._slots)
+
+    def slots(self, kind: str) -> int:
         """Returns the kind's own slots."""
         return self._slots.get(kind, 0)
 
-    def in_use(self, kind: Kind) -> int:
+    def in_use(self, kind: str) -> int:
         """Returns the requests of the kind that are at the engines."""
         return self._in_use[kind]
 
-    def waiting(self, kind: Kind) -> int:
+    def waiting(self, kind: str) -> int:
         """Returns the requests of the kind that wait."""
         return self._waiting[kind]
 
-    def resize(self, kind: Kind, slots: int) -> None:
+    def resize(self, kind: str, slots: int) -> None:
         """Changes a kind's own slots; what is in use stays."""
         self._slots[kind] = slots
 
-    def take(self, kind: Kind, count: int = 1) -> None:
+    def remove(self, kind: str) -> None:
+        """The kind has no slots of its own any more."""
+        self._slots.pop(kind, None)
+
+    def take(self, kind: str, count: int = 1) -> None:
         """Counts requests that begin without waiting."""
         self._in_use[kind] += count
 
-    def free(self, kind: Kind, count: int = 1) -> None:
+    def free(self, kind: str, count: int = 1) -> None:
         """Counts requests that ended."""
         self._in_use[kind] -= count
 
-    def wait(self, kind: Kind) -> None:
+    def wait(self, kind: str) -> None:
         """Counts a request that waits for `next`."""
         self._waiting[kind] += 1
 
-    def give_up(self, kind: Kind) -> None:
+    def give_up(self, kind: str) -> None:
         """Counts a request that waits no more."""
         self._waiting[kind] -= 1
 
-    def next(self) -> Kind | None:
+    def next(self) -> str | None:
         """Begins the next waiting request and returns its kind; None while none may begin.
 
         Kinds with own slots left come first, then the one that has least in use for its slots.
         """
-        able = [kind for kind in Kind if self._waiting[kind] and self._room(kind) > 0]
+        able = [kind for kind in {**self._slots, **self._waiting} if self._waiting[kind] and self._room(kind) > 0]
         if not able:
             return None
         chosen = min(able, key=lambda kind: (self._own_room(kind) <= 0, self._in_use[kind] / max(1, self.slots(kind))))
@@ -85,17 +100,18 @@ class Shares:
         self._in_use[chosen] += 1
         return chosen
 
-    def room(self, kind: Kind) -> int:
+    def room(self, kind: str) -> int:
         """Returns how many more requests of the kind could begin now, if no others came."""
         return max(self._room(kind) - self._waiting[kind], 0)
 
-    def _room(self, kind: Kind) -> int:
+    def _room(self, kind: str) -> int:
         total = sum(self._slots.values())
-        if not any(self._in_use[other] or self._waiting[other] for other in Kind if other is not kind):
+        if not any(self._in_use[other] or self._waiting[other] for other in {*self._in_use, *self._waiting} - {kind}):
             total = max(total, self._alone)
-        return max(self._own_room(kind), total - sum(self._in_use.values()))
+        room = max(self._own_room(kind), total - sum(self._in_use.values()))
+        return room if self._most is None else min(room, self._most - self._in_use[kind])
 
-    def _own_room(self, kind: Kind) -> int:
+    def _own_room(self, kind: str) -> int:
         return self.slots(kind) - self._in_use[kind]
 
 
@@ -105,10 +121,10 @@ _RETRY_SECONDS = 5.0
 class EngineSlots:
     """Hands out slots. At most `max_waiting` requests of clients wait."""
 
-    def __init__(self, shares: Shares, *, max_waiting: int) -> None:
+    def __init__(self, shares: Shares, *, max_waiting: int = 0) -> None:
         self.shares = shares
         self._max_waiting = max_waiting
-        self._queues: dict[Kind, deque[asyncio.Future[None]]] = {kind: deque() for kind in Kind}
+        self._queues: defaultdict[str, deque[asyncio.Future[None]]] = defaultdict(deque)
 
     @contextlib.contextmanager
     def training(self, count: int) -> Iterator[None]:
@@ -120,7 +136,7 @@ class EngineSlots:
             self._free(Kind.TRAINING, count)
 
     @contextlib.asynccontextmanager
-    async def slot(self, kind: Kind, *, seconds: float | None = None) -> AsyncIterator[None]:
+    async def slot(self, kind: str, *, seconds: float | None = None) -> AsyncIterator[None]:
         """Waits for a slot. Raises DeadlineExceeded after `seconds`, ResourceExhausted when too many clients wait."""
         if kind is Kind.CLIENTS:
             self.require_room(1)
@@ -152,23 +168,31 @@ class EngineSlots:
                 reason="TOO_MANY_WAITING",
             )
 
-    def resize(self, kind: Kind, slots: int) -> None:
+    def share(self, names: Sequence[str], slots: int) -> None:
+        """From now on these share the slots evenly, and no others."""
+        for gone in set(self.shares.names).difference(names):
+            self.shares.remove(gone)
+        for name in names:
+            self.shares.resize(name, max(1, slots // len(names)))
+        self._grant()
+
+    def resize(self, kind: str, slots: int) -> None:
         """Changes a kind's own slots."""
         self.shares.resize(kind, slots)
         self._grant()
 
-    def _free(self, kind: Kind, count: int = 1) -> None:
+    def _free(self, kind: str, count: int = 1) -> None:
         self.shares.free(kind, count)
         self._grant()
 
-    def _give_up(self, kind: Kind, turn: asyncio.Future[None]) -> None:
+    def _give_up(self, kind: str, turn: asyncio.Future[None]) -> None:
         if not turn.cancelled():  # its turn came in the moment in which it left
             self._free(kind)
         else:
             self._grant()
 
     def _grant(self) -> None:
-        for kind, queue in self._queues.items():
+        for kind, queue in list(self._queues.items()):
             for turn in [turn for turn in queue if turn.cancelled()]:
                 queue.remove(turn)
                 self.shares.give_up(kind)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +33,6 @@ from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.chat.images import image_reader
 from services.rollout.engine.arguments import evaluation_priority
-from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.process import EngineFactory
 from services.rollout.engine.scaling import Scaler
 from services.rollout.engine.weights import ServedWeights
@@ -39,7 +40,7 @@ from services.rollout.engine_memory import EngineMemory
 from services.rollout.evaluation.dataset import EvalFiles
 from services.rollout.evaluation.function import EvalFunction
 from services.rollout.evaluation.runner import SAMPLES_AT_ONCE, EvalRunner
-from services.rollout.fleet_build import capacity, engine_parts
+from services.rollout.fleet_build import EngineParts, capacity, engine_parts, joined_parts
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import StopStrings
 from services.rollout.production.groups import GroupSampler, Teacher, UntrainedSamples
@@ -59,6 +60,7 @@ from services.rollout.production.sampling import EngineSampler, Sampler, job_par
 from services.rollout.production.supervised import SupervisedParts, supervised_parts
 from services.rollout.publication.receiver import Receiver
 from services.rollout.rollout_function import LeasedGroups, ObservedLedger, StepSampler
+from services.rollout.runs import Runs
 from services.rollout.scoring import SampleScorer
 from services.rollout.service import RolloutParts, RolloutService, Startable
 
@@ -136,7 +138,7 @@ class StepFunction:
 def step_function(
     job: Job,
     args: HookArgs,
-    fleet: Fleet,
+    engines: EngineParts,
     buffer: Buffer,
     metrics: RolloutMetrics,
     warn: Callable[[str], None],
@@ -155,13 +157,13 @@ def step_function(
     sampler = StepSampler(
         path,
         args,
-        fleet.weights,
+        engines.weights,
         groups,
         job_params(job.rollout),
         next_step,
         groups_per_step=groups_per_step,
         seconds=job.rollout.rollout_timeout_seconds,
-        activity=fleet.activity,
+        activity=engines.fleet.activity,
         warn=warn,
         ended=metrics.background_work_ended,
     )
@@ -226,6 +228,8 @@ class _Build:
     number: int | None
     has_accelerator: bool
     listen: Listen
+    host: _Build | None = None
+    """What the service itself was built from, for a run that joins it."""
 
     def __post_init__(self) -> None:
         job = self.job
@@ -234,15 +238,48 @@ class _Build:
         self.seconds = job.rollout.generate_timeout_seconds
         self.args = hook_args(job)
         self.slots = engine_slots(job.rollout, job.eval)
-        self.metrics = RolloutMetrics(self.registry)
+        self.run = job.run.run_name
+        self.metrics: RolloutMetrics = (
+            self.host.metrics.of_joined(self.run) if self.host else RolloutMetrics(self.registry, self.run)
+        )
         self.architecture = read_architecture(job.model.hf_checkpoint)
         self.encoder = prompt_encoder(job)
         end = StopStrings.of(self.encoder, job.model.hf_checkpoint)
-        self.engines = engine_parts(job, self.factory, self.log_dir, self.metrics, self.architecture, end)
+        if self.host is None:
+            most = job.services.rollout_run_requests
+            alone = sys.maxsize if most is None else most
+            self.turns = EngineSlots(Shares({self.run: samples_at_once(job.rollout)}, alone=alone, most=most))
+            self.engines = engine_parts(
+                job, self.factory, self.log_dir, self.metrics, self.architecture, end, self.turn
+            )
+        else:
+            self.turns = self.host.turns
+            self.engines = joined_parts(job, self.host.engines, self.run, self.architecture, end, self.turn)
         self.fleet = self.engines.fleet
         self.buffer = buffer_of(job.services)
         self.warn = self.warnings.append
         self.of_prompts: OwnFunctions | None = None
+
+    def turn(self, seconds: float) -> AbstractAsyncContextManager[None]:
+        """Of one request among those of all runs; the only one that there may be has no need to wait."""
+        is_only = self.host is None and self.job.services.rollout_runs == 1
+        return nullcontext() if is_only else self.turns.slot(self.run, seconds=seconds)
+
+    def joined(self, job: Job) -> RolloutService:
+        """The part of another run, on the same engines. What engines are is this service's to say."""
+        own = self.job
+        section = {"rollout_external_engine_addrs": (), "offload_rollout": None, "offload_train": None}
+        theirs = job.model_copy(
+            update={
+                "placement": own.placement.model_copy(update=section),
+                "sglang": own.sglang,
+                "model": job.model.model_copy(update={"hf_checkpoint": own.model.hf_checkpoint}),
+            }
+        )
+        build = _Build(
+            theirs, self.factory, self.log_dir, self.registry, None, None, self.has_accelerator, self.listen, self
+        )
+        return build.service()
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -274,7 +311,7 @@ class _Build:
         return CustomGenerateSampler(
             path,
             self._custom_args,
-            self.fleet.weights,
+            self.engines.weights,
             seconds=self.job.rollout.generate_timeout_seconds,
             calls_at_once=self._calls_at_once,
             per_sample=self.job.rollout.generate_per_sample,
@@ -313,12 +350,12 @@ class _Build:
     @cached_property
     def steps(self) -> StepFunction | None:
         """The user's function that samples whole steps."""
-        return step_function(self.job, self._custom_args, self.engines.fleet, self.buffer, self.metrics, self.warn)
+        return step_function(self.job, self._custom_args, self.engines, self.buffer, self.metrics, self.warn)
 
     @cached_property
     def by_function(self) -> EvalFunction | None:
         """The user's function that evaluates."""
-        return eval_function(self.job, self._custom_args, self.fleet.weights)
+        return eval_function(self.job, self._custom_args, self.engines.weights)
 
     @property
     def _custom_args(self) -> HookArgs:
@@ -333,7 +370,7 @@ class _Build:
         adapts = job.rollout.adapt_groups_in_flight and not supervised
         return RolloutService(
             self.parts(),
-            self.engines.router if job.asks_engines else None,
+            self.engines.router if job.asks_engines and self.host is None else None,
             self.engines.client,
             self.buffer,
             custom=self.started_functions(),
@@ -342,14 +379,15 @@ class _Build:
             teacher=self.teacher,
             conversations=supervised.encoder if supervised else None,
             load_watch=self.load_watch() if adapts else None,
+            is_joined=self.host is not None,
         )
 
     def parts(self) -> RolloutParts:
         """The parts that the servicer calls."""
         job, fleet, producer, agents = self.job, self.fleet, self.producer, self.agents
         weights_root = RunFolder.of(job).weights_of(job.publish)
-        receiver = Receiver(fleet, weights_root)
-        serves_adapters = job.publish.update_weight_transport == "adapter"
+        receiver = Receiver(fleet, weights_root, self.run if self.host else "")
+        serves_adapters = job.publish.update_weight_transport == "adapter" and not self.host
         self.metrics.watch_requests(self.slots.shares, lambda: producer.max_groups_in_flight)
         return RolloutParts(
             encoder=self.encoder,
@@ -358,7 +396,9 @@ class _Build:
             scorer=self.scorer,
             evaluator=self.evaluator(),
             fleet=fleet,
-            scaler=Scaler(fleet, capacity(job, has_accelerator=self.has_accelerator), self.metrics),
+            weights=self.engines.weights,
+            scaler=self.scaler,
+            runs=None if self.host else self.runs(),
             receiver=receiver,
             producer=producer,
             engine_memory=EngineMemory(fleet, producer, receiver) if job.placement.offload_rollout else None,
@@ -372,6 +412,18 @@ class _Build:
             router=self.engines.client,
             adapters=NamedAdapters(weights_root if serves_adapters else None, fleet),
         )
+
+    @cached_property
+    def scaler(self) -> Scaler:
+        """One for all runs on the engines."""
+        if self.host:
+            return self.host.scaler
+        return Scaler(self.fleet, capacity(self.job, has_accelerator=self.has_accelerator), self.metrics)
+
+    def runs(self) -> Runs:
+        """The other runs, whose parts are built as this one's is."""
+        slots = samples_at_once(self.job.rollout)
+        return Runs(self.job, self.joined, self.turns, slots, self.metrics.background_work_ended)
 
     def started_functions(self) -> list[Startable]:
         """The parts that have processes."""
@@ -393,10 +445,10 @@ class _Build:
         return Producer(
             steps.ledger if steps else BufferLedger(self.buffer, STREAM),
             self.groups(),
-            (lambda: self.fleet.policy_version) if self.job.asks_engines else (lambda: MAX_COUNTER),
+            (lambda: self.engines.weights.policy_version) if self.job.asks_engines else (lambda: MAX_COUNTER),
             self.metrics,
             max_groups_in_flight=groups_at_once(self.job.rollout),
-            interrupt=self.fleet.interrupt,
+            interrupt=None if self.host else self.fleet.interrupt,
         )
 
     def groups(self) -> GroupSampler:

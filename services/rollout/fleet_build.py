@@ -37,8 +37,9 @@ from services.rollout.engine.process import (
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import Capacity
 from services.rollout.engine.slurm_engine import Allocation, slurm_engine
+from services.rollout.engine.weights import ServedWeights
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.generator import GRACE_SECONDS, Generator, StopStrings, request_ender
+from services.rollout.production.generator import GRACE_SECONDS, Generator, StopStrings, Turn, request_ender
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class EngineParts:
     router: Router
     client: EngineClient
     fleet: Fleet
+    weights: ServedWeights
     generator: Generator
 
 
@@ -60,6 +62,7 @@ def engine_parts(
     metrics: RolloutMetrics,
     architecture: Architecture,
     stop_strings: StopStrings,
+    turn: Turn,
 ) -> EngineParts:
     """Starts nothing."""
     timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
@@ -71,12 +74,6 @@ def engine_parts(
         timing=timing,
         divides_requests=job.placement.divides_requests,
     )
-    client = EngineClient(
-        router.url,
-        routed_experts=job.train.use_rollout_routing_replay,
-        mask_tokens=mask_tokens(job) or 0,
-        vocab_size=architecture.vocab_size,
-    )
     fleet = Fleet(
         job.placement.num_engines if job.asks_engines else 0,
         slots_of(job),
@@ -86,17 +83,44 @@ def engine_parts(
         metrics,
         begins_with_checkpoint=not job.placement.rollout_external_engine_addrs,
     )
+    return _asking(job, router, fleet, fleet.weights, architecture, stop_strings, turn)
+
+
+def joined_parts(
+    job: Job, shared: EngineParts, run: str, architecture: Architecture, stop_strings: StopStrings, turn: Turn
+) -> EngineParts:
+    """The same engines for another run, whose adapters they are given."""
+    weights = shared.fleet.joined[run] = ServedWeights(run, shared.fleet.weights)
+    return _asking(job, shared.router, shared.fleet, weights, architecture, stop_strings, turn)
+
+
+def _asking(
+    job: Job,
+    router: Router,
+    fleet: Fleet,
+    weights: ServedWeights,
+    architecture: Architecture,
+    stop_strings: StopStrings,
+    turn: Turn,
+) -> EngineParts:
+    client = EngineClient(
+        router.url,
+        routed_experts=job.train.use_rollout_routing_replay,
+        mask_tokens=mask_tokens(job) or 0,
+        vocab_size=architecture.vocab_size,
+    )
     generator = Generator(
         client,
-        fleet.weights,
+        weights,
         fleet.suspect,
         context=ContextLimit.of_engines(job.sglang, architecture, job.placement.engine_groups),
         activity=fleet.activity,
         end_request=request_ender(lambda: fleet.engines),
         has_grammars=job.sglang.get("grammar_backend") != "none",
         stop_strings=stop_strings,
+        turn=turn,
     )
-    return EngineParts(router, client, fleet, generator)
+    return EngineParts(router, client, fleet, weights, generator)
 
 
 def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: int = 0) -> EngineFactory:
@@ -188,12 +212,13 @@ def engine_options(job: Job) -> EngineOptions:
         returns_experts=job.train.use_rollout_routing_replay,
         mask_tokens=mask_tokens(job),
         adapter_rank=job.lora.lora_rank if has_adapters else None,
-        adapted_layers=_adapted_layers(job) if has_adapters else (),
+        adapted_layers=adapted_layers(job) if has_adapters else (),
+        num_runs=job.services.rollout_runs,
         releases_memory=bool(job.placement.offload_rollout),
     )
 
 
-def _adapted_layers(job: Job) -> list[str]:
+def adapted_layers(job: Job) -> list[str]:
     return adapted_names(read_architecture(job.model.hf_checkpoint), job.lora.lora_target_modules)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 import numpy as np
+from google.protobuf.message import Message
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
@@ -233,6 +234,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(self, parts: RolloutParts) -> None:
         self._parts = parts
 
+    def of_run(self, request: Message) -> RolloutServicer:
+        """That of the run which asks. Raises Unavailable for one that is not here."""
+        run = getattr(request, "run", "") if "run" in request.DESCRIPTOR.fields_by_name else ""
+        if not run or self._parts.runs is None or isinstance(request, pb.JoinRunRequest | pb.LeaveRunRequest):
+            return self
+        return RolloutServicer(self._parts.runs.parts_of(require_name(run, "run"), self._parts))
+
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         require_at_most(request.n, MAX_RESPONSES, "n")
         self._parts.slots.require_room(max(1, request.n))
@@ -289,7 +297,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.GetFleetResponse(
             engines=[engine_to_proto(engine) for engine in parts.fleet.engines],
             router_address=parts.router_url or "",
-            policy_version=parts.fleet.policy_version,
+            policy_version=parts.weights.policy_version,
             paused=parts.producer.paused,
             samples_in_flight=parts.sampler.in_flight,
             groups_produced=parts.metrics.groups_produced,
@@ -305,7 +313,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             requests=[requests_to_proto(parts.slots.shares, kind) for kind in Kind],
             memory_released=parts.engine_memory is not None and parts.engine_memory.is_trainers,
             adapters=parts.receiver.adapters.held,
+            runs=parts.runs.to_protos(parts) if parts.runs else (),
         )
+
+    async def JoinRun(self, request: pb.JoinRunRequest, context: Context) -> pb.JoinRunResponse:
+        assert self._parts.runs is not None, "of_run leaves this to the service's own run"
+        run = require_name(request.run, "run")
+        seconds = await self._parts.runs.join(
+            run, request.job_json, optional_name(request.base_digest, "base_digest") or ""
+        )
+        return pb.JoinRunResponse(lease_seconds=seconds)
+
+    async def LeaveRun(self, request: pb.LeaveRunRequest, context: Context) -> pb.LeaveRunResponse:
+        assert self._parts.runs is not None, "of_run leaves this to the service's own run"
+        await self._parts.runs.leave(require_name(request.run, "run"))
+        return pb.LeaveRunResponse()
 
     async def ScaleFleet(self, request: pb.ScaleFleetRequest, context: Context) -> pb.ScaleFleetResponse:
         num_engines, drain_seconds = scale_from_proto(request)
@@ -386,29 +408,30 @@ AT_ONCE = frozenset({"GetFleet"})
 
 
 class WaitUntilStarted:
-    """Has the methods of `servicer`."""
+    """Has the methods of `servicer`, for the run that asks."""
 
-    def __init__(self, servicer: Any, started: asyncio.Event) -> None:
+    def __init__(self, servicer: RolloutServicer, started: asyncio.Event) -> None:
         self._servicer = servicer
         self._started = started
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._servicer, name)
-        if name in AT_ONCE:
-            return method
-        return self._stream(method) if inspect.isasyncgenfunction(method) else self._unary(method)
+        is_stream = inspect.isasyncgenfunction(getattr(self._servicer, name))
+        return self._stream(name) if is_stream else self._unary(name)
 
-    def _unary(self, method: Any) -> Any:
-        async def call(request: Any, context: Any) -> Any:
+    async def _method(self, name: str, request: Any) -> Any:
+        if name not in AT_ONCE:
             await self._started.wait()
-            return await method(request, context)
+        return getattr(self._servicer.of_run(request), name)
+
+    def _unary(self, name: str) -> Any:
+        async def call(request: Any, context: Any) -> Any:
+            return await (await self._method(name, request))(request, context)
 
         return call
 
-    def _stream(self, method: Any) -> Any:
+    def _stream(self, name: str) -> Any:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            await self._started.wait()
-            async with contextlib.aclosing(method(request, context)) as replies:
+            async with contextlib.aclosing((await self._method(name, request))(request, context)) as replies:
                 async for reply in replies:
                     yield reply
 

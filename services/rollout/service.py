@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.router import Router
 from services.rollout.engine.scaling import NO_ENGINES, Scaler
+from services.rollout.engine.weights import ServedWeights
 from services.rollout.engine_memory import EngineMemory
 from services.rollout.evaluation.runner import EvalRunner
 from services.rollout.metrics import RolloutMetrics
@@ -34,6 +35,7 @@ from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, merged_params
 from services.rollout.publication.receiver import Receiver
+from services.rollout.runs import Runs
 from services.rollout.scoring import SampleScorer
 
 
@@ -47,6 +49,10 @@ class RolloutParts:
     scorer: SampleScorer
     evaluator: EvalRunner
     fleet: Fleet
+    weights: ServedWeights
+    """Those of the run, which may be one of several on the fleet."""
+    runs: Runs | None
+    """The others that join; None in the part of one that has."""
     scaler: Scaler
     receiver: Receiver
     producer: Producer
@@ -123,6 +129,10 @@ class Startable(Protocol):
         """Ends the processes."""
 
 
+_RETURN_SECONDS = 2.0
+"""For the leases of a run that leaves: its ledger may have died with it, and other runs wait for what it holds."""
+
+
 class RolloutService:
     """States: built → started → stopped."""
 
@@ -139,8 +149,10 @@ class RolloutService:
         teacher: Teacher | None,
         conversations: PromptEncoder | None = None,
         load_watch: LoadWatch | None = None,
+        is_joined: bool = False,
     ) -> None:
-        """`router`: None without engines."""
+        """`router`: None without engines of its own; `is_joined`: it uses those of another run."""
+        self._is_joined = is_joined
         self.parts = parts
         self._encoders = [parts.encoder, *([conversations] if conversations else [])]
         self._router = router
@@ -218,21 +230,24 @@ class RolloutService:
             await self._endpoint.stop()
 
     async def stop(self) -> None:
-        """Returns leases, then ends engines and router."""
+        """Returns leases, then ends engines and router, unless they are another run's."""
         if self.load_watch:
             await self.load_watch.stop()
-        await self.parts.producer.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RETURN_SECONDS if self._is_joined else None):
+                await self.parts.producer.drain()
         if self._endpoint:
             await self._endpoint.stop()
         if self.parts.engine_memory:
             await self.parts.engine_memory.stop()
-        await self.parts.receiver.close()
-        await self.parts.scaler.stop()
-        going_on = [task for task in (self._router_supervised, self._first_start) if task]
-        for task in going_on:
-            task.cancel()
-        await asyncio.gather(*going_on, return_exceptions=True)
-        await asyncio.gather(self.parts.fleet.stop(), *([self._router.stop()] if self._router else []))
+        if self.parts.runs:
+            await self.parts.runs.stop()
+        if self._is_joined:
+            await self.parts.receiver.leave()
+            self.parts.metrics.forget()
+        else:
+            await self.parts.receiver.close()
+            await self._stop_engines()
         for each in self._custom:
             await each.close()
         if self._filter:
@@ -242,3 +257,11 @@ class RolloutService:
         for encoder in self._encoders:
             encoder.close()
         await asyncio.gather(self._router_client.close(), self._buffer.close(), self.parts.scorer.close())
+
+    async def _stop_engines(self) -> None:
+        await self.parts.scaler.stop()
+        going_on = [task for task in (self._router_supervised, self._first_start) if task]
+        for task in going_on:
+            task.cancel()
+        await asyncio.gather(*going_on, return_exceptions=True)
+        await asyncio.gather(self.parts.fleet.stop(), *([self._router.stop()] if self._router else []))

@@ -63,7 +63,6 @@ async def run_rank0(
     async def serve_tinker() -> None:
         assert rollout is not None, "the job's rules refuse debug_train_only"
         console.open_without_steps(joined.layout.world_size)
-        await rollout.pause_production()
         await server.set_ready()
         await TinkerServer(build.job, build.run_dir, listen, rollout).run(joined, compute, console.until_stopped)
 
@@ -74,7 +73,8 @@ async def run_rank0(
         built = await asyncio.get_running_loop().run_in_executor(compute, build.rank, fetch, joined)
         group = RankGroup(joined.channel, built.worker, compute)
         ranks = build.ranks(group, built, rollout, console)
-        await run(ranks, ranks, built.layout.world_size, built.restored_step)
+        async with build.joined(rollout):
+            await run(ranks, ranks, built.layout.world_size, built.restored_step)
         await group.gather(FILES_TIMEOUT.total_seconds(), RankWorker.leave)
 
     try:

@@ -101,7 +101,7 @@ def evaluate(
     job = folder.job()
     datasets = _datasets(job, named or eval_sets(job.eval), max_prompts)
     if step is None and not has_ended(folder):
-        return _show(_ask(address_of(run, "rollout"), datasets, samples), as_json)
+        return _show(_ask(address_of(run, "rollout"), datasets, samples, run=folder.path.name), as_json)
     with _scratch() as place:
         exported = export_step(folder, step, place / "weights")
         teller(as_json)(f"evaluating the checkpoint of step {exported}")
@@ -276,11 +276,14 @@ async def _ask_url(
 
 
 async def _ask(
-    address: str, datasets: Sequence[rollout_pb2.EvalDataset], samples: Path | None
+    address: str, datasets: Sequence[rollout_pb2.EvalDataset], samples: Path | None, *, run: str = ""
 ) -> Sequence[rollout_pb2.EvalResult]:
-    """Evaluates with the rollout service at the address, shows how far it is, and writes the samples as they finish."""
+    """Evaluates with the rollout service at the address, shows how far it is, and writes the samples as they finish.
+
+    `run`: whose policy, where several share the service.
+    """
     results: Sequence[rollout_pb2.EvalResult] = ()
-    async with open_rollout(address) as rollout:
+    async with open_rollout(address, run=run) as rollout:
         with Progress(transient=True) as progress, _written(samples) as write:
             bar = progress.add_task("evaluating", total=None)
             replies = rollout.watch_evaluation(

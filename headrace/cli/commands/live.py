@@ -96,7 +96,9 @@ def _ended(folder: RunFolder, *, as_json: bool) -> int:
 
 async def _status(folder: RunFolder, *, as_json: bool) -> int:
     services = folder.services()
-    asked = await asyncio.gather(*(_State.of(name, entry.address) for name, entry in services.items()))
+    asked = await asyncio.gather(
+        *(_State.of(name, entry.address, folder.path.name) for name, entry in services.items())
+    )
     states = dict(zip(services, asked, strict=True))
     running = folder.running_services()
     silent = [name for name, state in states.items() if state.detail == _SILENT and name in running]
@@ -175,7 +177,7 @@ class _State:
     """The service's own status message; None if there is none."""
 
     @classmethod
-    async def of(cls, name: str, address: str) -> _State:
+    async def of(cls, name: str, address: str, run: str) -> _State:
         serves = all(await asyncio.gather(*map(is_serving, address.split(","))))
         try:
             match service_of(name):
@@ -184,7 +186,7 @@ class _State:
                         status = await trainer.status()
                     return cls(serves, _of_trainer(status), status)
                 case "rollout":
-                    async with open_rollout(address, deadline_seconds=_PATIENCE_SECONDS) as rollout:
+                    async with open_rollout(address, deadline_seconds=_PATIENCE_SECONDS, run=run) as rollout:
                         fleet = await rollout.get_fleet()
                     return cls(serves, _of_fleet(fleet), fleet)
                 case "buffer":
@@ -229,10 +231,17 @@ def _of_fleet(fleet: rollout_pb2.GetFleetResponse) -> str:
         f"{fleet.groups_in_flight}/{fleet.max_groups_in_flight} groups"
     )
     waiting = "".join(f", {each.waiting} requests of {each.kind} wait" for each in fleet.requests if each.waiting)
+    runs = "".join(
+        f"\nrun {run.name}: version {run.policy_version}, {run.in_flight}/{run.slots} requests, {run.waiting} wait, "
+        f"{run.groups_produced} groups produced"
+        + (f", its trainer was heard of {run.silent_seconds:.0f} s ago" if run.HasField("silent_seconds") else "")
+        for run in fleet.runs
+    )
     warnings = "".join(f"\n{one_line(warning, WARNING_CHARACTERS)}" for warning in fleet.warnings)
     staying = sum(engine.state != rollout_pb2.ENGINE_STATE_LEAVING for engine in fleet.engines)
     wanted = f" ({fleet.wanted_engines} wanted)" if fleet.wanted_engines not in (0, staying) else ""
-    return f"{engines or 'no engines'}{wanted}; {samples}{waiting}, {fleet.groups_produced} groups produced{warnings}"
+    said = f"{engines or 'no engines'}{wanted}; {samples}{waiting}, {fleet.groups_produced} groups produced"
+    return f"{said}{runs}{warnings}"
 
 
 def _of_ledger(stats: buffer_pb2.StreamStats) -> str:

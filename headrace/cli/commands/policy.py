@@ -92,15 +92,16 @@ def generate(
         request.text = text
     else:
         request.messages.messages.append(sample_pb2.ChatMessage(role="user", content=text))
-    asyncio.run(_generate(address_of(run, "rollout", rollout_address), request, as_json=as_json))
+    address, of_run = address_of(run, "rollout", rollout_address), "" if rollout_address else find_run(run).path.name
+    asyncio.run(_generate(address, of_run, request, as_json=as_json))
     return 0
 
 
-async def _generate(address: str, request: rollout_pb2.GenerateRequest, *, as_json: bool) -> None:
+async def _generate(address: str, run: str, request: rollout_pb2.GenerateRequest, *, as_json: bool) -> None:
     versions: set[int] = set()
     texts: dict[int, str] = {}
     responses: list[dict[str, object]] = []
-    async with open_rollout(address) as rollout:
+    async with open_rollout(address, run=run) as rollout:
         async for reply in rollout.generate(request):
             texts[reply.index] = texts.get(reply.index, "") + reply.text
             if as_json:

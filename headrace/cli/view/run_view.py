@@ -52,7 +52,7 @@ class RunView:
     """Written by the follower and the launcher, read by the display. One event loop, so no locks."""
 
     def __init__(self, run: RunSection, num_rollout: int, resumed_step: int = 0) -> None:
-        self._run_name = run.run_name
+        self.run_name = run.run_name
         self._num_rollout = num_rollout
         self._resumed_step = resumed_step
         self._started = time.monotonic()
@@ -184,7 +184,7 @@ class RunView:
 
     def __rich__(self) -> RenderableType:
         notes = Text("\n".join(list(self._notes)[-_NOTES_SHOWN:]))
-        return Panel(Group(self._table(), notes), title=f"headrace · {self._run_name}", title_align="left")
+        return Panel(Group(self._table(), notes), title=f"headrace · {self.run_name}", title_align="left")
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -295,7 +295,8 @@ async def _stats(address_of: Callable[[str], str], view: RunView) -> None:
 
 
 async def _fleet(address_of: Callable[[str], str], view: RunView) -> None:
-    async with open_rollout(address_of("rollout"), deadline_seconds=_PATIENCE_SECONDS) as rollout:
+    address = address_of("rollout")
+    async with open_rollout(address, deadline_seconds=_PATIENCE_SECONDS, run=view.run_name) as rollout:
         await _asked(view, "rollout", rollout.get_fleet, view.on_fleet)
 
 

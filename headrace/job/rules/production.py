@@ -151,6 +151,13 @@ def _engine_counts(job: Job) -> None:
     gpus, each = placement.rollout_num_gpus, placement.rollout_num_gpus_per_engine
     if gpus % each and not placement.rollout_external_engine_addrs and not placement.engine_groups:
         raise ConfigError(f"rollout_num_gpus {gpus} cannot be divided by rollout_num_gpus_per_engine {each}")
+    if job.services.rollout_runs > 1 and job.publish.update_weight_transport != "adapter":
+        raise ConfigError(
+            f"rollout_runs {job.services.rollout_runs} with update_weight_transport "
+            f"{job.publish.update_weight_transport}: runs share one base, each with adapters of its own: pass "
+            "--update-weight-transport adapter",
+            field="services.rollout_runs",
+        )
     most = placement.rollout_max_engines
     if most is not None and most < placement.num_engines:
         raise ConfigError(

@@ -24,7 +24,7 @@ from headrace.job.schema.section import (
     Url,
     normalize,
 )
-from headrace.limits import MAX_NAME_CHARACTERS, MAX_ROLLOUT_SERVICES, MAX_SHARDS, MAX_STALENESS
+from headrace.limits import MAX_NAME_CHARACTERS, MAX_ROLLOUT_SERVICES, MAX_RUNS, MAX_SHARDS, MAX_STALENESS
 
 
 class ServicesSection(Section):
@@ -38,6 +38,12 @@ class ServicesSection(Section):
     the trainer publishes to all of them, and one may die while the others go on."""
     rollout_service: NonNegative | None = None
     """Which of several in rollout_address, from 0, `headrace up rollout` starts here."""
+    rollout_runs: Annotated[Positive, Field(le=MAX_RUNS)] = 1
+    """Runs that share the engines of a rollout service: this one, and others that name it in --rollout-address. With
+    update_weight_transport adapter: each has its adapters on the one base."""
+    rollout_run_requests: Positive | None = None
+    """Requests that each of several runs may have at the engines at once; absent: its share, and what others leave
+    free."""
     reward_address: str | None = None
     """host:port; absent: started here."""
     trainer_address: str | None = None

@@ -22,7 +22,7 @@ from headrace.rpc.proxies import direct_to
 from services.rollout.engine.weights import INITIAL_VERSION
 
 MOST_ADAPTERS = 4
-"""Versions of an adapter that an engine holds at once: the served one, the next one, and those still in use."""
+"""Versions of a run's adapter that an engine holds at once: the served one, the next one, and those still in use."""
 
 _SECONDS = 120.0
 _ASK = "import torch; print(torch.accelerator.is_available())"
@@ -110,6 +110,8 @@ class EngineOptions:
     """The rank of the adapters that it is given beside its own weights; None: it is given weights."""
     adapted_layers: Sequence[str] = ()
     """The names of the layers that have one: q_proj and others."""
+    num_runs: int = 1
+    """How many runs each have adapters of theirs."""
     releases_memory: bool = False
     """It gives its memory to a trainer on the same GPUs, again and again."""
     first_engine: int = 0
@@ -174,8 +176,8 @@ def words(
             "max_lora_rank": options.adapter_rank,
             "lora_target_modules": options.adapted_layers,
         }
-        # One batch has requests of each version in use, and of the engine's own weights.
-        arguments.setdefault("max_loras_per_batch", MOST_ADAPTERS + 1)
+        # One batch has requests of each run's versions in use, and of the engine's own weights.
+        arguments.setdefault("max_loras_per_batch", MOST_ADAPTERS * options.num_runs + 1)
         if not machine.has_accelerator:
             arguments.setdefault("lora_backend", "torch_native")
     if options.sglang.get("disaggregation_mode") == "prefill":

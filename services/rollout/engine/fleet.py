@@ -83,6 +83,8 @@ class Engine:
         """The current process: no other has it, nor one of an engine that had this number before."""
         self.weights_digest = ""
         self.weights_name = ""
+        self.adapters: set[str] = set()
+        """Those that its process has loaded."""
         self.is_suspect = False
         self.bad_answers = 0
         self.distrust = ""
@@ -120,7 +122,7 @@ class Engine:
             await self._client.close()
         self.incarnation = f"{self.engine_id}#{secrets.token_hex(4)}"
         self.is_suspect, self.bad_answers, self.distrust = False, 0, ""
-        self.process, self._client = process, None
+        self.process, self._client, self.adapters = process, None, set()
 
     async def leave(self) -> None:
         if self._client:
@@ -366,6 +368,8 @@ class Fleet:
         self.engines: Sequence[Engine] = [Engine(number, self._slot_of(number)) for number in range(count)]
         """All engines by number, including those that leave."""
         self.weights = ServedWeights()
+        self.joined: dict[str, ServedWeights] = {}
+        """What runs that share the engines are served, by their names."""
         self.activity = Activity(count)
         self.may_start = asyncio.Event()
         """Unset while the devices are the trainer's: engines that ended meanwhile wait for it."""
@@ -468,6 +472,12 @@ class Fleet:
         """
         if engine.is_leaving:
             return
+        if not await self._has_adapters(engine):
+            engine.state = EngineState.STALE
+            await self._take_out(engine)
+            return
+        if self.weights.adapter:
+            policy_version, is_initial = self.policy_version, False
         engine.policy_version = policy_version
         if policy_version != self.policy_version or (is_initial and self._published):
             engine.state = EngineState.STALE
@@ -489,6 +499,21 @@ class Fleet:
         engine.state, engine.has_served = EngineState.READY, True
         self.activity.resize(self._num_sharing())
         self.activity.go_on()
+
+    async def _has_adapters(self, engine: Engine) -> bool:
+        """Loads the adapters that any run is served and the engine lacks. False where one cannot be loaded."""
+        process = engine.process
+        while served := [w for w in (self.weights, *self.joined.values()) if w.adapter not in {"", *engine.adapters}]:
+            name, folder = served[0].adapter, str(served[0].adapter_folder)
+            try:
+                await engine.client.load_adapter(name, folder, seconds=self._timing.start_seconds)
+            except HeadraceError as error:
+                log.warning("adapter_not_loaded", adapter=name, engine=engine.engine_id, error=error.message)
+                return False
+            if engine.process is not process:
+                return False
+            engine.adapters.add(name)
+        return True
 
     async def switch_to(self, policy_version: int) -> None:
         """Serves this version from now on; engines in routing with another one become STALE."""

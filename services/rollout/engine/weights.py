@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from headrace.trajectory import PolicyRange
 from services.rollout.engine.replies import BadAnswer, NamedSpan
@@ -42,15 +43,22 @@ class _Named:
 
 
 class ServedWeights:
-    """`policy_version` is the version with which new samples are generated; `refusals` counts refused names."""
+    """`policy_version` is the version with which new samples are generated; `refusals` counts refused names.
 
-    def __init__(self) -> None:
+    Those of a run that joined another's engines are adapters on top of `base`, the engines' own weights.
+    """
+
+    def __init__(self, run: str = "", base: ServedWeights | None = None) -> None:
         self.policy_version = INITIAL_VERSION
         self.refusals = 0
-        self.cache_key = f"v{INITIAL_VERSION}"
+        self._base = base
+        self._key_prefix = f"{run}/" if run else ""
+        self.cache_key = f"{self._key_prefix}v{INITIAL_VERSION}"
         """Keeps prefixes of different weights apart, also of weights that are not accepted yet."""
         self.adapter = ""
         """The adapter that is served on top of the engines' own weights; empty where there is none."""
+        self.adapter_folder: Path | None = None
+        """From which an engine that starts loads it."""
         self._adapters_in_use: Counter[str] = Counter()
         self._adapter_left = asyncio.Event()
         self._cached_version = INITIAL_VERSION
@@ -71,9 +79,9 @@ class ServedWeights:
         """Tokens of an adapter that requests name, which is no version of the policy."""
         self._named[name] = _Named(INITIAL_VERSION, "", Verdict.ACCEPTED)
 
-    def serve_adapter(self, name: str, policy_version: int) -> str:
+    def serve_adapter(self, name: str, policy_version: int, folder: Path | None) -> str:
         """Requests that begin from now on use it, and their tokens are of this version. Returns the former one."""
-        former, self.adapter = self.adapter, name
+        former, self.adapter, self.adapter_folder = self.adapter, name, folder
         self._named[name] = _Named(policy_version, "", Verdict.ACCEPTED)
         return "" if former == name else former
 
@@ -115,7 +123,7 @@ class ServedWeights:
         """Serves this version from now on. Higher versions are refused: their trainer restarted before them."""
         self.policy_version = policy_version
         if policy_version != self._cached_version:
-            self.cache_key, self._cached_version = f"v{policy_version}", policy_version
+            self.cache_key, self._cached_version = f"{self._key_prefix}v{policy_version}", policy_version
         for named in self._named.values():
             if named.policy_version > policy_version and named.verdict is Verdict.ACCEPTED:
                 named.verdict = Verdict.REFUSED
@@ -135,6 +143,8 @@ class ServedWeights:
 
         Raises BadAnswer for an unknown name.
         """
+        if name not in self._named and self._base is not None:
+            return await self._base.version_of(name)
         if name not in self._named:
             raise BadAnswer("unknown_version", f"weights named {name[:80]!r} were never published")
         while name in self._pending:

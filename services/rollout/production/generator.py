@@ -187,6 +187,8 @@ _AGAIN_SECONDS = 1.0
 _GENERATING = (EngineState.READY, EngineState.LEAVING)
 
 EndRequest = Callable[[str], Awaitable[None]]
+Turn = Callable[[float], AbstractAsyncContextManager[None]]
+"""Of requests that share the engines with those of other runs: waits at most so many seconds, until the block's end."""
 
 
 def request_ender(engines: Callable[[], Sequence[Engine]]) -> EndRequest:
@@ -234,8 +236,10 @@ class Generator:
         end_request: EndRequest | None = None,
         has_grammars: bool = True,
         stop_strings: StopStrings | None = None,
+        turn: Turn = lambda _: contextlib.nullcontext(),
     ) -> None:
-        """`has_grammars`: engines can follow a JSON schema or a regular expression."""
+        """`has_grammars`: engines can follow a JSON schema or a regular expression. Each request waits for a `turn`."""
+        self._turn = turn
         self._stop_strings = stop_strings or StopStrings()
         self._has_grammars = has_grammars
         self._end_request = end_request
@@ -392,6 +396,16 @@ class Generator:
         return response if length is None else response.until(length, num_prompt_tokens, Finish.STOP)
 
     async def _ask(
+        self, request: ResponseRequest, tokens: list[int], params: SamplingParams, seconds: float
+    ) -> AsyncGenerator[Generation, None]:
+        end = time.monotonic() + seconds
+        async with self._turn(seconds):
+            pieces = self._asked(request, tokens, params, end - time.monotonic())
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    yield piece
+
+    async def _asked(
         self, request: ResponseRequest, tokens: list[int], params: SamplingParams, seconds: float
     ) -> AsyncGenerator[Generation, None]:
         ending: AbstractAsyncContextManager[None] = contextlib.nullcontext()

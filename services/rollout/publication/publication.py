@@ -29,11 +29,19 @@ class Participants:
         self._state = state
         self._fleet = fleet
         self._latest: dict[str, asyncio.Task[object]] = {}
+        self._incarnations = {engine.engine_id: engine.incarnation for engine in engines}
 
     @property
     def remaining(self) -> list[Engine]:
         """The engines that still take part."""
         return [self.engines[engine_id] for engine_id in self._state.remaining]
+
+    def takes_part(self, engine: Engine) -> bool:
+        """False once another process is in its place. Engines that are given an adapter serve meanwhile."""
+        if not self._state.plan.is_adapter:
+            return engine.state is EngineState.UPDATING
+        is_same = engine.incarnation == self._incarnations[engine.engine_id]
+        return is_same and engine.state in (EngineState.READY, EngineState.STALE)
 
     async def each(self, act: Act) -> None:
         """Takes out those that fail; the others go on. Raises PublicationAborted when none remains."""
@@ -81,7 +89,7 @@ class Participants:
         try:
             self._state.lose(engine_id, why)
         finally:
-            if engine.state is EngineState.UPDATING:
+            if self.takes_part(engine):
                 await self._fleet.give_up(engine, why)
 
     async def failed(self) -> set[str]:
@@ -93,9 +101,15 @@ class Participants:
         return {engine_id for engine_id, call in self._latest.items() if not call.done() or _is_gone(call)}
 
     def _ask(self, act: Act) -> dict[asyncio.Task[object], Engine]:
-        calls = {asyncio.create_task(_done(act, engine)): engine for engine in self.remaining}
+        calls = {asyncio.create_task(self._done(act, engine)): engine for engine in self.remaining}
         self._latest |= {engine.engine_id: call for call, engine in calls.items()}
         return calls
+
+    async def _done(self, act: Act, engine: Engine) -> object:
+        """Raises Unavailable where the engine ended: another process in its place holds none of these weights."""
+        if not self.takes_part(engine):
+            raise Unavailable("the engine ended during the publication", reason="ENGINE_UNREACHABLE")
+        return await act(engine)
 
     async def _lose_failed(self, calls: Mapping[asyncio.Task[object], Engine]) -> None:
         for call, engine in calls.items():
@@ -106,13 +120,6 @@ class Participants:
     def _break_off(self, why: str) -> None:
         self._state.abort(why)
         self._state.require_open()
-
-
-async def _done(act: Act, engine: Engine) -> object:
-    """Raises Unavailable where the engine ended: another process in its place holds none of these weights."""
-    if engine.state is not EngineState.UPDATING:
-        raise Unavailable("the engine ended during the publication", reason="ENGINE_UNREACHABLE")
-    return await act(engine)
 
 
 def _failure(call: asyncio.Task[object]) -> str | None:

@@ -137,7 +137,7 @@ async def clean_up(publication: Publication, fleet: Fleet, transport: Inbound) -
     was_sent = publication.committing is not None and not publication.plan.leaves_served
     if was_sent:  # and is something else
         failed |= publication.participants.engines.keys()
-    engines = [e for e in publication.participants.engines.values() if e.state is EngineState.UPDATING]
+    engines = [e for e in publication.participants.engines.values() if publication.participants.takes_part(e)]
     ended = await asyncio.gather(
         *(_clean_up_engine(publication, engine, fleet, transport, engine.engine_id in failed) for engine in engines),
         return_exceptions=True,
@@ -156,6 +156,8 @@ async def _clean_up_engine(
     try:
         await transport.leave(publication.plan, engine)
         await transport.close(publication, engine)
+        if publication.plan.is_adapter:
+            return  # it serves as before
         if engine.engine_id in publication.resumed:
             await engine.client.pause("abort")  # what it made with these weights is made again elsewhere
         if publication.state.dirty or engine.engine_id not in publication.were_ready:
@@ -218,13 +220,16 @@ T = TypeVar("T")
 class Receiver:
     """Runs at most one publication at a time. Weights that come through files lie below `weights_root`."""
 
-    def __init__(self, fleet: Fleet, weights_root: Path | None = None) -> None:
+    def __init__(self, fleet: Fleet, weights_root: Path | None = None, run: str = "") -> None:
+        """`run`: one that has joined the fleet, and is given adapters alone; empty: the fleet's own."""
         self._fleet = fleet
+        self._weights = fleet.joined[run] if run else fleet.weights
+        self._joined = run
         self.fence = EpochFence()
         self._publications: dict[str, Publication] = {}
         self._collective = CollectiveInbound()
         self._disk = DiskInbound(weights_root, self.has_base)
-        self.adapters = AdapterInbound(weights_root, fleet)
+        self.adapters = AdapterInbound(weights_root, fleet, run)
         self._loaded = NoTransfer()
         self._served_digests: frozenset[str] = frozenset()
         """Of the weights that were committed last: engines of different shapes print different ones."""
@@ -239,6 +244,11 @@ class Receiver:
 
         Raises FailedPrecondition while another one is open, and GroupGone for a joined group of other engines.
         """
+        if self._joined and not plan.is_adapter:
+            raise FailedPrecondition(
+                f"run {self._joined} has joined the engines of other runs, which are given adapters: publish with "
+                "--update-weight-transport adapter"
+            )
         self.fence.check(plan.epoch)
         await self._make_room(plan)
         if plan.publication_id in self._publications:
@@ -252,8 +262,9 @@ class Receiver:
         )
         publication = Publication(plan, engines, members, self._fleet)
         self._remember(publication)
-        for engine in engines:
-            engine.state = EngineState.UPDATING
+        if not plan.is_adapter:
+            for engine in engines:
+                engine.state = EngineState.UPDATING
         publication.preparing = self._start(publication, prepare(publication, transport, self._fleet.activity))
         publication.timer = asyncio.create_task(self._expire(publication))
         log.info("publication_begun", publication_id=plan.publication_id, engines=members.engine_ids)
@@ -295,6 +306,13 @@ class Receiver:
             await self.abort(self.open_id, why)
         await self.adapters.stop()
 
+    async def leave(self) -> None:
+        """Ends the part of a run that joined the fleet: no engine has an adapter of it when this returns."""
+        if self.open_id:
+            await self.abort(self.open_id, "the run leaves")
+        await self.adapters.drop()
+        del self._fleet.joined[self._joined]
+
     def _transport(self, plan: Plan) -> Inbound:
         if plan.is_loaded:
             return self._loaded
@@ -310,10 +328,10 @@ class Receiver:
             if not self._fleet.may_start.is_set():  # as after a start in the engines' turn: waiting brings none
                 raise Aborted("no engine has memory: the devices are the trainer's", reason="MEMORY_RELEASED")
             raise Unavailable("no engine is alive to receive weights; they are being started", retry_after_seconds=2.0)
-        if plan.policy_version != self._fleet.policy_version:
+        if plan.policy_version != self._weights.policy_version:
             raise FailedPrecondition(
-                f"version {plan.policy_version} for {list(plan.engine_ids)} alone, but {self._fleet.policy_version} is "
-                "served: publish it to all engines"
+                f"version {plan.policy_version} for {list(plan.engine_ids)} alone, but {self._weights.policy_version} "
+                "is served: publish it to all engines"
             )
         waiting = [e for e in self._fleet.engines if e.state is EngineState.STALE and e.engine_id in plan.engine_ids]
         if missing := set(plan.engine_ids) - {engine.engine_id for engine in waiting}:
@@ -435,7 +453,8 @@ class Receiver:
         state.require_open()
         if probe:
             adapter = self.adapters.name_of(state.plan) if state.plan.is_adapter else ""
-            await participants.each(
+            # Engines that all disagree about an adapter are right: they serve others.
+            await (participants.gather_independent if adapter else participants.each)(
                 lambda engine: ask(probe, engine, version, seconds=publication.seconds_left(), adapter=adapter)
             )
         await self._transport(state.plan).finish(publication)
@@ -444,18 +463,25 @@ class Receiver:
         publication.end_timer()
         if state.plan.is_adapter:
             self.adapters.serve(state.plan)
+            self._weights.switch_to(version)
+            for engine in participants.remaining:
+                if participants.takes_part(engine):
+                    if not self._joined:
+                        engine.weights_digest, engine.policy_version = digests[engine.engine_id], version
+                    if engine.state is EngineState.STALE:
+                        await self._fleet.serve(engine, engine.policy_version)
         else:
-            self._fleet.weights.accept(engine.weights_name for engine in participants.remaining)
-        await self._fleet.switch_to(version)
-        for engine in participants.remaining:
-            if engine.state is EngineState.UPDATING:
-                engine.weights_digest = digests[engine.engine_id]
-                await self._fleet.serve(engine, version)
+            self._weights.accept(engine.weights_name for engine in participants.remaining)
+            await self._fleet.switch_to(version)
+            for engine in participants.remaining:
+                if engine.state is EngineState.UPDATING:
+                    engine.weights_digest = digests[engine.engine_id]
+                    await self._fleet.serve(engine, version)
         log.info("published", policy_version=version, paused_seconds=round(paused_seconds, 3), lost=state.lost)
         served = tuple(state.remaining)
         before = self._served_digests if state.plan.engine_ids else frozenset()
         self._served_digests = before | {digests[engine_id] for engine_id in served}
-        busy_share = None if state.plan.engine_ids else self._fleet.activity.lap()
+        busy_share = None if state.plan.engine_ids or self._joined else self._fleet.activity.lap()
         return CommitResult(served, digests[served[0]], tuple(sorted(state.lost)), paused_seconds, busy_share)
 
     async def _verify(self, publication: Publication, expected: Mapping[str, str]) -> dict[str, str]:

@@ -237,9 +237,11 @@ class AdapterInbound(DiskInbound):
     its last request. At most MOST_ADAPTERS are held: a publication waits until there is room.
     """
 
-    def __init__(self, root: Path | None, fleet: Fleet) -> None:
+    def __init__(self, root: Path | None, fleet: Fleet, run: str = "") -> None:
         super().__init__(root)
         self._fleet = fleet
+        self._weights = fleet.joined[run] if run else fleet.weights
+        self._name_prefix = f"{run}." if run else ""
         self._held: dict[str, Mapping[str, str]] = {}
         """Adapters in the engines, oldest first, with the SHA-256 of each file."""
         self._leaving: dict[str, asyncio.Task[None]] = {}
@@ -251,8 +253,8 @@ class AdapterInbound(DiskInbound):
 
     def name_of(self, plan: Plan) -> str:
         """Engines that come back are given the served adapter under the name that the others know."""
-        served = self._fleet.weights.adapter
-        return served if plan.engine_ids and served else plan.publication_id
+        served = self._weights.adapter
+        return served if plan.engine_ids and served else f"{self._name_prefix}{plan.publication_id}"
 
     async def ready(self, publication: Publication) -> None:
         await super().ready(publication)
@@ -264,25 +266,40 @@ class AdapterInbound(DiskInbound):
 
     async def receive(self, publication: Publication, bucket: int) -> None:
         name, folder = self.name_of(publication.plan), str(publication.plan.folder)
-        await publication.participants.gather_independent(
-            lambda e: e.client.load_adapter(name, folder, seconds=publication.seconds_left())
-        )
+
+        async def load(engine: Engine) -> None:
+            await engine.client.load_adapter(name, folder, seconds=publication.seconds_left())
+            engine.adapters.add(name)
+
+        await publication.participants.gather_independent(load)
 
     def checksums(self, publication: Publication) -> Mapping[str, str] | None:
         return self._held[self.name_of(publication.plan)]
 
     def serve(self, plan: Plan) -> None:
         """Called at a commit: requests that begin from now on use it."""
-        former = self._fleet.weights.serve_adapter(self.name_of(plan), plan.policy_version)
-        if former in self._held:
-            self._leaving[former] = asyncio.create_task(self._unload(former))
+        former = self._weights.serve_adapter(self.name_of(plan), plan.policy_version, plan.folder)
+        self._let_go(former)
+
+    async def drop(self) -> None:
+        """Returns once no engine has any, which is when no request uses one; it waits a minute at most."""
+        self._weights.serve_adapter("", self._weights.policy_version, None)
+        for name in self.held:
+            self._let_go(name)
+        if self._leaving:
+            await asyncio.wait(self._leaving.values(), timeout=_UNLOAD_SECONDS)
+
+    def _let_go(self, name: str) -> None:
+        if name in self._held and name not in self._leaving:
+            self._leaving[name] = asyncio.create_task(self._unload(name))
 
     def release(self, plan: Plan) -> None:
-        if (name := self.name_of(plan)) != self._fleet.weights.adapter:
+        if (name := self.name_of(plan)) != self._weights.adapter:
             self._held.pop(name, None)
 
     async def leave(self, plan: Plan, engine: Engine) -> None:
         """It may not have come so far that it has the adapter."""
+        engine.adapters.discard(self.name_of(plan))
         with contextlib.suppress(FailedPrecondition, InvalidArgument):
             await engine.client.unload_adapter(self.name_of(plan), seconds=_UNLOAD_SECONDS)
 
@@ -295,8 +312,10 @@ class AdapterInbound(DiskInbound):
     async def _unload(self, name: str) -> None:
         """A process that ended meanwhile has taken it along."""
         try:
-            await self._fleet.weights.unused(name)
-            engines = [engine for engine in self._fleet.engines if engine.state in _HOLDING]
+            await self._weights.unused(name)
+            engines = [engine for engine in self._fleet.engines if name in engine.adapters]
+            for engine in engines:
+                engine.adapters.discard(name)
             calls = (engine.client.unload_adapter(name, seconds=_UNLOAD_SECONDS) for engine in engines)
             for engine, error in zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True):
                 if isinstance(error, HeadraceError):
@@ -310,7 +329,6 @@ class AdapterInbound(DiskInbound):
 
 
 _UNLOAD_SECONDS = 60.0
-_HOLDING = (EngineState.READY, EngineState.UPDATING, EngineState.LEAVING)
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from headrace.client.open import open_rollout
-from headrace.client.rollout import Rollout
-from headrace.errors import ConfigError, DataLoss, NotFound
+from headrace.client.rollout import Rollout, RolloutClient
+from headrace.errors import ConfigError, DataLoss, HeadraceError, NotFound
 from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.job import Job, changed_options
 from headrace.job_buffer import buffer_of
 from headrace.limits import PEER_WAIT_SECONDS
-from headrace.models.folders import BlockFp8
+from headrace.models.folders import BlockFp8, base_digest
 from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.log import log
 from headrace.rpc.net import Address, host_towards
+from headrace.rpc.retry import retry_until
 from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
 from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder
@@ -61,6 +65,22 @@ class Built:
     restored_step: int
 
 
+async def _renew(
+    service: RolloutClient, lease_seconds: float, join: Callable[[RolloutClient, float], Awaitable[float]]
+) -> None:
+    """A service that started again has the run again after this."""
+    while True:
+        await asyncio.sleep(lease_seconds / _RENEWALS_PER_LEASE)
+        try:
+            await join(service, lease_seconds)
+        except HeadraceError as error:
+            log.warning("run_not_joined", service=service.address, reason=error.reason, error=error.message)
+
+
+_RENEWALS_PER_LEASE = 3
+_LEAVE_SECONDS = 5.0
+
+
 class TrainerBuild:
     """Builds what a rank consists of; `run_dir` is the run's folder."""
 
@@ -86,8 +106,42 @@ class TrainerBuild:
     def rollout(self) -> Rollout | None:
         """A client of the job's rollout services; None where the trainer is alone."""
         return (
-            None if self.job.debug.trains_alone else open_rollout(self.rollout_address, deadline_seconds=_CALL_SECONDS)
+            None
+            if self.job.debug.trains_alone
+            else open_rollout(self.rollout_address, deadline_seconds=_CALL_SECONDS, run=self.job.run.run_name)
         )
+
+    @asynccontextmanager
+    async def joined(self, rollout: Rollout | None) -> AsyncIterator[None]:
+        """Takes part in the rollout services, which may be those of another run, until the block ends.
+
+        Raises FailedPrecondition, AlreadyExists or ResourceExhausted where one cannot take this run.
+        """
+        if rollout is None or not self.job.asks_engines:
+            yield
+            return
+        job, seconds = self.job, self.job.services.start_timeout_seconds
+        paths = {"run_dir": job.run.run_dir.absolute()}
+        job_json = job.model_copy(update={"run": job.run.model_copy(update=paths)}).model_dump_json()
+        digest = await asyncio.to_thread(base_digest, job.model.hf_checkpoint)
+
+        async def join(service: RolloutClient, seconds: float) -> float:
+            return await retry_until(
+                time.monotonic() + seconds,
+                lambda left: service.join_run(job_json, digest, deadline_seconds=left),
+            )
+
+        leases = await asyncio.gather(*(join(service, seconds) for service in rollout.services))
+        shared = [(service, lease) for service, lease in zip(rollout.services, leases, strict=True) if lease]
+        renewing = [asyncio.create_task(_renew(service, lease, join)) for service, lease in shared]
+        try:
+            yield
+        finally:
+            for task in renewing:
+                task.cancel()
+            await asyncio.gather(*renewing, return_exceptions=True)
+            leaving = (service.leave_run(deadline_seconds=_LEAVE_SECONDS) for service, _ in shared)
+            await asyncio.gather(*leaving, return_exceptions=True)  # what is left there ends with its lease
 
     def recorder(self, buffer: TrainerBuffer, stream: str) -> StepRecorder | None:
         """Keeps each step for later, if the job asks for it."""

@@ -69,6 +69,7 @@ class TinkerServer:
         from services.trainer.tinker.journal import Journal
         from services.trainer.tinker.service import Tinker
 
+        await self._rollout.pause_production()
         job = self._job
         architecture = read_architecture(job.model.hf_checkpoint)
         worker = await build_worker(job, joined, compute)

@@ -68,6 +68,9 @@ class _Parts:
 
 
 class _Servicer(RolloutServicer):
+    async def JoinRun(self, request: pb.JoinRunRequest, context: Any) -> pb.JoinRunResponse:
+        return pb.JoinRunResponse()  # its own run
+
     async def GetFleet(self, request: pb.GetFleetRequest, context: Any) -> pb.GetFleetResponse:
         fleet = self._parts.fleet
         return pb.GetFleetResponse(

@@ -223,6 +223,8 @@ class FakeEngine:
                 if not (loaded := self._load(Path(body["model_path"]))):
                     return _refusal("Cannot find any model weights")
                 self.weights = loaded_into({}, loaded) if DELTA not in loaded else loaded_into(self.weights, loaded)
+            case "/load_lora_adapter" if not (Path(body["lora_path"]) / "adapter_config.json").is_file():
+                return _refusal("no such folder")
             case "/load_lora_adapter" if body["lora_name"] in self.adapters:
                 return _refusal("already loaded")
             case "/load_lora_adapter":

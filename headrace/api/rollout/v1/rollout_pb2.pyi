@@ -168,6 +168,7 @@ class GenerateRequest(_message.Message):
     BEGUN_FIELD_NUMBER: _builtins.int
     ADAPTER_PATH_FIELD_NUMBER: _builtins.int
     PROMPT_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Tokenized as it is."""
     return_tokens: _builtins.bool
@@ -181,6 +182,8 @@ class GenerateRequest(_message.Message):
     """
     prompt_log_probs: _builtins.bool
     """Also answer the log-probabilities of the prompt's tokens, at temperature 1."""
+    run: _builtins.str
+    """The run that asks, where several share this service. Empty: the one that it was started for."""
     @_builtins.property
     def messages(self) -> _sample_pb2.ChatMessages:
         """Given to the model's chat template."""
@@ -211,10 +214,11 @@ class GenerateRequest(_message.Message):
         begun: _sample_pb2.Column | None = ...,
         adapter_path: _builtins.str = ...,
         prompt_log_probs: _builtins.bool = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_path", b"adapter_path", "begun", b"begun", "messages", b"messages", "n", b"n", "prompt", b"prompt", "prompt_log_probs", b"prompt_log_probs", "return_tokens", b"return_tokens", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_path", b"adapter_path", "begun", b"begun", "messages", b"messages", "n", b"n", "prompt", b"prompt", "prompt_log_probs", b"prompt_log_probs", "return_tokens", b"return_tokens", "run", b"run", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -394,10 +398,13 @@ class EvaluateRequest(_message.Message):
     EVALUATION_ID_FIELD_NUMBER: _builtins.int
     DATASETS_FIELD_NUMBER: _builtins.int
     RETURN_SAMPLES_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     evaluation_id: _builtins.str
     """For logs."""
     return_samples: _builtins.bool
     """Answer the samples too (as envelopes with payload)."""
+    run: _builtins.str
+    """The run that asks, where several share this service. Empty: the one that it was started for."""
     @_builtins.property
     def datasets(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvalDataset]:
         """At least one."""
@@ -408,10 +415,11 @@ class EvaluateRequest(_message.Message):
         evaluation_id: _builtins.str = ...,
         datasets: _abc.Iterable[Global___EvalDataset] | None = ...,
         return_samples: _builtins.bool = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["datasets", b"datasets", "evaluation_id", b"evaluation_id", "return_samples", b"return_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["datasets", b"datasets", "evaluation_id", b"evaluation_id", "return_samples", b"return_samples", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -631,12 +639,17 @@ class GetFleetRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """The run that asks, where several share this service. Empty: the one that it was started for."""
     def __init__(
         self,
+        *,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -666,6 +679,7 @@ class GetFleetResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     MEMORY_RELEASED_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     router_address: _builtins.str
     """The router's HTTP address; private."""
     policy_version: _builtins.int
@@ -712,6 +726,10 @@ class GetFleetResponse(_message.Message):
         use. At most 4; a publication waits for room.
         """
 
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
+        """The runs that share the engines, the service's own first. Empty in a service for one run."""
+
     def __init__(
         self,
         *,
@@ -733,14 +751,73 @@ class GetFleetResponse(_message.Message):
         requests: _abc.Iterable[Global___Requests] | None = ...,
         memory_released: _builtins.bool = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        runs: _abc.Iterable[Global___Run] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "engines", b"engines", "groups_in_flight", b"groups_in_flight", "groups_produced", b"groups_produced", "max_groups_in_flight", b"max_groups_in_flight", "memory_released", b"memory_released", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "requests", b"requests", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "wanted_engines", b"wanted_engines", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "engines", b"engines", "groups_in_flight", b"groups_in_flight", "groups_produced", b"groups_produced", "max_groups_in_flight", b"max_groups_in_flight", "memory_released", b"memory_released", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "requests", b"requests", "reward_address", b"reward_address", "router_address", b"router_address", "runs", b"runs", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "wanted_engines", b"wanted_engines", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetFleetResponse: _TypeAlias = GetFleetResponse  # noqa: Y015
+
+@_typing.final
+class Run(_message.Message):
+    """One of several runs on the engines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    GROUPS_PRODUCED_FIELD_NUMBER: _builtins.int
+    TOKENS_PRODUCED_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    SILENT_SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its run_name."""
+    policy_version: _builtins.int
+    """The version with which its new samples are generated."""
+    in_flight: _builtins.int
+    """Its requests at the engines now."""
+    waiting: _builtins.int
+    """Its requests that wait, as other runs use the slots."""
+    slots: _builtins.int
+    """Its share of the slots; it borrows others while they are free."""
+    groups_produced: _builtins.int
+    """Groups that it has put into its ledger."""
+    tokens_produced: _builtins.int
+    """Response tokens that it has put."""
+    silent_seconds: _builtins.float
+    """Seconds since its trainer was heard of. Absent: the service's own run, which has no lease."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Its adapters in the engines, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        in_flight: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        slots: _builtins.int = ...,
+        groups_produced: _builtins.int = ...,
+        tokens_produced: _builtins.int = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
+        silent_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_silent_seconds", b"_silent_seconds", "silent_seconds", b"silent_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_silent_seconds", b"_silent_seconds", "adapters", b"adapters", "groups_produced", b"groups_produced", "in_flight", b"in_flight", "name", b"name", "policy_version", b"policy_version", "silent_seconds", b"silent_seconds", "slots", b"slots", "tokens_produced", b"tokens_produced", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__silent_seconds: _TypeAlias = _typing.Literal["silent_seconds"]  # noqa: Y015
+    _WhichOneofArgType__silent_seconds: _TypeAlias = _typing.Literal["_silent_seconds", b"_silent_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__silent_seconds) -> _WhichOneofReturnType__silent_seconds | None: ...
+
+Global___Run: _TypeAlias = Run  # noqa: Y015
 
 @_typing.final
 class ScaleFleetRequest(_message.Message):
@@ -1037,6 +1114,7 @@ class BeginPublishRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     ENGINE_IDS_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     publication_id: _builtins.str
     """Idempotency key."""
     policy_version: _builtins.int
@@ -1055,6 +1133,8 @@ class BeginPublishRequest(_message.Message):
     """
     epoch: _builtins.int
     """The trainer's epoch; an older one than seen before is ABORTED with reason FENCED."""
+    run: _builtins.str
+    """The run that asks, where several share this service. Empty: the one that it was started for."""
     @_builtins.property
     def manifest(self) -> Global___Manifest:
         """What comes."""
@@ -1088,10 +1168,11 @@ class BeginPublishRequest(_message.Message):
         epoch: _builtins.int = ...,
         engine_ids: _abc.Iterable[_builtins.str] | None = ...,
         delta: Global___Delta | None = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_delta", b"_delta", "delta", b"delta", "manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delta", b"_delta", "backend", b"backend", "deadline_seconds", b"deadline_seconds", "delta", b"delta", "disk_path", b"disk_path", "engine_ids", b"engine_ids", "epoch", b"epoch", "groups", b"groups", "manifest", b"manifest", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "publication_id", b"publication_id", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delta", b"_delta", "backend", b"backend", "deadline_seconds", b"deadline_seconds", "delta", b"delta", "disk_path", b"disk_path", "engine_ids", b"engine_ids", "epoch", b"epoch", "groups", b"groups", "manifest", b"manifest", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "publication_id", b"publication_id", "run", b"run", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__delta: _TypeAlias = _typing.Literal["delta"]  # noqa: Y015
     _WhichOneofArgType__delta: _TypeAlias = _typing.Literal["_delta", b"_delta"]  # noqa: Y015
@@ -1135,19 +1216,23 @@ class PublishBucketRequest(_message.Message):
 
     PUBLICATION_ID_FIELD_NUMBER: _builtins.int
     BUCKET_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     publication_id: _builtins.str
     """The publication."""
     bucket: _builtins.int
     """Its number."""
+    run: _builtins.str
+    """The run that asks, where several share this service. Empty: the one that it was started for."""
     def __init__(
         self,
         *,
         publication_id: _builtins.str = ...,
         bucket: _builtins.int = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "publication_id", b"publication_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "publication_id", b"publication_id", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1220,8 +1305,11 @@ class CommitPublishRequest(_message.Message):
     PUBLICATION_ID_FIELD_NUMBER: _builtins.int
     ENGINE_CHECKSUMS_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     publication_id: _builtins.str
     """The publication."""
+    run: _builtins.str
+    """The run that asks, where several share this service. Empty: the one that it was started for."""
     @_builtins.property
     def engine_checksums(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineChecksum]:
         """What every engine must hold now: computed by the sender while it sent, so that weights are gathered once. Empty:
@@ -1238,10 +1326,11 @@ class CommitPublishRequest(_message.Message):
         publication_id: _builtins.str = ...,
         engine_checksums: _abc.Iterable[Global___EngineChecksum] | None = ...,
         probe: Global___Probe | None = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_checksums", b"engine_checksums", "probe", b"probe", "publication_id", b"publication_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_checksums", b"engine_checksums", "probe", b"probe", "publication_id", b"publication_id", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1301,19 +1390,23 @@ class AbortPublishRequest(_message.Message):
 
     PUBLICATION_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     publication_id: _builtins.str
     """The publication."""
     reason: _builtins.str
     """Why, for the log."""
+    run: _builtins.str
+    """The run that asks, where several share this service. Empty: the one that it was started for."""
     def __init__(
         self,
         *,
         publication_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["publication_id", b"publication_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["publication_id", b"publication_id", "reason", b"reason", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1342,12 +1435,17 @@ class PauseProductionRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """The run that asks, where several share this service. Empty: the one that it was started for."""
     def __init__(
         self,
+        *,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1381,12 +1479,17 @@ class ResumeProductionRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """The run that asks, where several share this service. Empty: the one that it was started for."""
     def __init__(
         self,
+        *,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1509,19 +1612,23 @@ class SetRewardRequest(_message.Message):
 
     ADDRESS_FIELD_NUMBER: _builtins.int
     SCORER_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port of a reward service. Absent: stay."""
     scorer: _builtins.str
     """Its scorer. Absent: stay; empty: its default."""
+    run: _builtins.str
+    """The run that asks, where several share this service. Empty: the one that it was started for."""
     def __init__(
         self,
         *,
         address: _builtins.str | None = ...,
         scorer: _builtins.str | None = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_address", b"_address", "_scorer", b"_scorer", "address", b"address", "scorer", b"scorer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_address", b"_address", "_scorer", b"_scorer", "address", b"address", "scorer", b"scorer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_address", b"_address", "_scorer", b"_scorer", "address", b"address", "run", b"run", "scorer", b"scorer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__address: _TypeAlias = _typing.Literal["address"]  # noqa: Y015
     _WhichOneofArgType__address: _TypeAlias = _typing.Literal["_address", b"_address"]  # noqa: Y015
@@ -1830,3 +1937,96 @@ class FinishTaskResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FinishTaskResponse: _TypeAlias = FinishTaskResponse  # noqa: Y015
+
+@_typing.final
+class JoinRunRequest(_message.Message):
+    """A run asks to share the engines, and says again that it is alive."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    JOB_JSON_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Its run_name, by which its requests name it."""
+    job_json: _builtins.str
+    """Its resolved job, with addresses of its buffer and reward service that this service reaches. The same run with
+    another job begins anew.
+    """
+    base_digest: _builtins.str
+    """What `headrace.models.folders.base_digest` computes of the folder of its base weights."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        job_json: _builtins.str = ...,
+        base_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "job_json", b"job_json", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinRunRequest: _TypeAlias = JoinRunRequest  # noqa: Y015
+
+@_typing.final
+class JoinRunResponse(_message.Message):
+    """It has joined."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    lease_seconds: _builtins.float
+    """It must call again within this time. 0: it is the run that this service was started for, which stays."""
+    def __init__(
+        self,
+        *,
+        lease_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinRunResponse: _TypeAlias = JoinRunResponse  # noqa: Y015
+
+@_typing.final
+class LeaveRunRequest(_message.Message):
+    """A run ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Its run_name."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveRunRequest: _TypeAlias = LeaveRunRequest  # noqa: Y015
+
+@_typing.final
+class LeaveRunResponse(_message.Message):
+    """It has left: no engine has an adapter of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveRunResponse: _TypeAlias = LeaveRunResponse  # noqa: Y015

@@ -117,6 +117,16 @@ class RolloutServiceStub:
                 request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskRequest.SerializeToString,
                 response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskResponse.FromString,
                 _registered_method=True)
+        self.JoinRun = channel.unary_unary(
+                '/headrace.api.rollout.v1.RolloutService/JoinRun',
+                request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.JoinRunRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.JoinRunResponse.FromString,
+                _registered_method=True)
+        self.LeaveRun = channel.unary_unary(
+                '/headrace.api.rollout.v1.RolloutService/LeaveRun',
+                request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaveRunRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaveRunResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer:
@@ -246,6 +256,22 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinRun(self, request, context):
+        """A run with services of its own shares this service's engines, as adapters on one base. It is here until LeaveRun, or
+        until it has not called this for the lease; then its producers end and its adapters leave the engines.
+        FAILED_PRECONDITION for a run that cannot share them, RESOURCE_EXHAUSTED with rollout_runs here already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaveRun(self, request, context):
+        """Ends a run's part in this service; does nothing for one that has none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -328,6 +354,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.FinishTask,
                     request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskRequest.FromString,
                     response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskResponse.SerializeToString,
+            ),
+            'JoinRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinRun,
+                    request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.JoinRunRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.JoinRunResponse.SerializeToString,
+            ),
+            'LeaveRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveRun,
+                    request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaveRunRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaveRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -765,6 +801,60 @@ class RolloutService:
             '/headrace.api.rollout.v1.RolloutService/FinishTask',
             headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskRequest.SerializeToString,
             headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.FinishTaskResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.rollout.v1.RolloutService/JoinRun',
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.JoinRunRequest.SerializeToString,
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.JoinRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaveRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.rollout.v1.RolloutService/LeaveRun',
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaveRunRequest.SerializeToString,
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.LeaveRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

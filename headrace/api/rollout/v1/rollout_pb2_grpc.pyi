@@ -95,6 +95,13 @@ class RolloutServiceStub:
     """
     FinishTask: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.FinishTaskRequest, _rollout_pb2.FinishTaskResponse]
     """Ends a task with a reward or a failure, or returns it. Idempotent."""
+    JoinRun: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.JoinRunRequest, _rollout_pb2.JoinRunResponse]
+    """A run with services of its own shares this service's engines, as adapters on one base. It is here until LeaveRun, or
+    until it has not called this for the lease; then its producers end and its adapters leave the engines.
+    FAILED_PRECONDITION for a run that cannot share them, RESOURCE_EXHAUSTED with rollout_runs here already.
+    """
+    LeaveRun: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.LeaveRunRequest, _rollout_pb2.LeaveRunResponse]
+    """Ends a run's part in this service; does nothing for one that has none."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
@@ -151,6 +158,13 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
     FinishTask: _aio.UnaryUnaryMultiCallable[_rollout_pb2.FinishTaskRequest, _rollout_pb2.FinishTaskResponse]  # type: ignore[assignment]
     """Ends a task with a reward or a failure, or returns it. Idempotent."""
+    JoinRun: _aio.UnaryUnaryMultiCallable[_rollout_pb2.JoinRunRequest, _rollout_pb2.JoinRunResponse]  # type: ignore[assignment]
+    """A run with services of its own shares this service's engines, as adapters on one base. It is here until LeaveRun, or
+    until it has not called this for the lease; then its producers end and its adapters leave the engines.
+    FAILED_PRECONDITION for a run that cannot share them, RESOURCE_EXHAUSTED with rollout_runs here already.
+    """
+    LeaveRun: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LeaveRunRequest, _rollout_pb2.LeaveRunResponse]  # type: ignore[assignment]
+    """Ends a run's part in this service; does nothing for one that has none."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Errors: INVALID_ARGUMENT (BadRequest names the field), UNAVAILABLE with RetryInfo (no engine is ready),
@@ -300,5 +314,24 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.FinishTaskResponse, _abc.Awaitable[_rollout_pb2.FinishTaskResponse]]:
         """Ends a task with a reward or a failure, or returns it. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def JoinRun(
+        self,
+        request: _rollout_pb2.JoinRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.JoinRunResponse, _abc.Awaitable[_rollout_pb2.JoinRunResponse]]:
+        """A run with services of its own shares this service's engines, as adapters on one base. It is here until LeaveRun, or
+        until it has not called this for the lease; then its producers end and its adapters leave the engines.
+        FAILED_PRECONDITION for a run that cannot share them, RESOURCE_EXHAUSTED with rollout_runs here already.
+        """
+
+    @_abc_1.abstractmethod
+    def LeaveRun(
+        self,
+        request: _rollout_pb2.LeaveRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.LeaveRunResponse, _abc.Awaitable[_rollout_pb2.LeaveRunResponse]]:
+        """Ends a run's part in this service; does nothing for one that has none."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

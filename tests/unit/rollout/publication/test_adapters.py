@@ -123,13 +123,27 @@ async def test_it_is_probed_before_a_request_may_use_it(fakes: FakeFleet, receiv
     assert fakes.fleet.weights.adapter == "e1-v1-0a1b2c3d"
 
 
-async def test_an_engine_that_came_back_is_given_the_served_adapter(
+async def test_an_engine_that_came_back_loads_the_served_adapter(
     fakes: FakeFleet, receiver: Receiver, tmp_path: Path
 ) -> None:
     plan, checksums = write_adapter(tmp_path, 1)
     await publish(receiver, plan, checksums)
     fakes.fake(1).die()
+    await fakes.until(lambda: fakes.fleet.engines[1].restarts == 1)
+    await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.READY)
+    assert list(fakes.fake(1).adapters) == [plan.publication_id], "as requests name it"
+
+
+async def test_an_engine_that_came_back_is_given_the_served_adapter_again_where_its_folder_is_gone(
+    fakes: FakeFleet, receiver: Receiver, tmp_path: Path
+) -> None:
+    plan, checksums = write_adapter(tmp_path, 1)
+    await publish(receiver, plan, checksums)
+    assert plan.folder is not None
+    hidden = plan.folder.rename(tmp_path / "hidden")
+    fakes.fake(1).die()
     await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.STALE)
+    hidden.rename(plan.folder)
     again = replace(plan, publication_id="e1-v1-again", engine_ids=("engine-1",))
     await publish(receiver, again, checksums)
     assert list(fakes.fake(1).adapters) == [plan.publication_id], "as requests name it"
@@ -151,8 +165,9 @@ async def test_engines_that_cannot_load_it_go_on_with_the_former_one(
     if fault == "refuse":
         await fakes.until(lambda: [e.state for e in fakes.fleet.engines] == [EngineState.READY] * 2)
         assert [engine.restarts for engine in fakes.fleet.engines] == [0, 0]
-    else:  # they are started again, without any adapter
-        await fakes.until(lambda: [e.state for e in fakes.fleet.engines] == [EngineState.STALE] * 2)
+    else:  # they are started again, and load it
+        await fakes.until(lambda: [e.restarts for e in fakes.fleet.engines] == [1, 1])
+        await fakes.until(lambda: [e.state for e in fakes.fleet.engines] == [EngineState.READY] * 2)
     assert receiver.adapters.held == ("e1-v1-0a1b2c3d",)
 
 
