@@ -21,6 +21,7 @@ from headrace.models.families import (
     llama,
     minimax_m2,
     mistral,
+    nemotron_h,
     olmo3,
     qwen2,
     qwen2_5_vl,
@@ -100,6 +101,7 @@ FAMILIES: Sequence[Family] = (
     gpt_oss.FAMILY,
     olmo3.FAMILY,
     minimax_m2.FAMILY,
+    nemotron_h.FAMILY,
 )
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -109,7 +110,7 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     values = {
         **megatron_fields(architecture),
-        "activation_func": torch.nn.functional.silu if architecture.swiglu_limit is None else quick_gelu,
+        "activation_func": _activation(architecture),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp_size,
@@ -132,7 +133,7 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
         "attention_softmax_in_fp32": True,
         "masked_softmax_fusion": not on_cpu,
         # Megatron's fused kernel clamps before it adds the bias.
-        "bias_activation_fusion": not on_cpu and architecture.swiglu_limit is None,
+        "bias_activation_fusion": not on_cpu and architecture.swiglu and architecture.swiglu_limit is None,
         "bias_dropout_fusion": not on_cpu and not architecture.add_bias_linear,  # grouped experts refuse it
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
@@ -153,6 +154,12 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
             "--num-virtual-stages-per-pipeline-rank"
         )
     return config
+
+
+def _activation(architecture: Architecture) -> Callable[[Tensor], Tensor]:
+    if not architecture.swiglu:
+        return squared_relu
+    return torch.nn.functional.silu if architecture.swiglu_limit is None else quick_gelu
 
 
 def build_stages(
