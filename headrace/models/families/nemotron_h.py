@@ -171,6 +171,6 @@ FAMILY = Family(
     table=table,
     presets=(
         Preset("nemotron-nano-9B-v2", _9B, 8.89e9, {"tensor_model_parallel_size": 4, "sequence_parallel": True}),
-        Preset("nemotron-3-nano-30B-A3B", _30B, 31.6e9, {"expert_model_parallel_size": 8, **SHARED_OPTIMIZER}),
+        Preset("nemotron-3-nano-30B-A3B", _30B, 31.6e9, {"expert_model_parallel_size": 16, **SHARED_OPTIMIZER}),
     ),
 )
