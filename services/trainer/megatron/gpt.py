@@ -156,7 +156,7 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
     return config
 
 
-def _activation(architecture: Architecture) -> Callable[[Tensor], Tensor]:
+def _activation(architecture: Architecture) -> Any:
     if not architecture.swiglu:
         return squared_relu
     return torch.nn.functional.silu if architecture.swiglu_limit is None else quick_gelu

@@ -293,7 +293,8 @@ class MambaMixer(_Recurrent):
         key, query = (each.unflatten(-1, (self._groups, -1)) for each in (key, query))
         steps = softplus(steps.to(exact) + self.dt_bias.to(exact))
         decay = -self.A_log.to(exact).exp() * steps
-        return state_space(query, key, value * steps[..., None], decay, scan) + self.D.to(exact)[:, None] * value
+        skipped: Tensor = self.D.to(exact)[:, None] * value
+        return state_space(query, key, value * steps[..., None], decay, scan) + skipped
 
 
 def _unit(vectors: Tensor) -> Tensor:
