@@ -195,9 +195,9 @@ $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
 	@$(PIP) --quiet -r requirements/dev.txt
 	@touch $@
 
-EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect mcp)
+EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect mcp tinker)
 $(STAMPS)/extras: $(EXTRAS) $(STAMPS)/cpu
-	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect, mcp"
+	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect, mcp, tinker"
 	@$(PIP) --quiet $(addprefix -r ,$(EXTRAS))
 	@touch $@
 

@@ -29,13 +29,12 @@ _UNIT = "tests/unit/trainer"
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """A test whose parameters are `FAMILY` or `FAMILY@LAYOUT`, or layouts of the one family that it is for."""
+    """A test whose parameters are `FAMILY` or `FAMILY@LAYOUT`."""
 
     file: str
     function: str
     lists: tuple[str, ...]
     """The variables that hold the parameters."""
-    family: str | None = None
     only: str = ""
     """A part that a parameter must have."""
 
@@ -47,8 +46,8 @@ _SERVED = "tests/e2e/test_served_families.py", "test_a_family_is_served_with_the
 _PICTURES = "tests/e2e/test_images.py", "test_images_go_from_the_prompt_file_to_the_trained_step"
 _FORMS = f"{_UNIT}/test_to_fp8.py"
 COLUMNS: Mapping[str, tuple[Test, ...]] = {
-    "trained": (Test(*_RANKS, ("FAMILIES", "RUNS")), Test(*_IMAGES, ("RUNS",), "qwen2_5_vl")),
-    "served": (Test(*_SERVED, ("SHAPES",)), Test(*_PICTURES, (), "qwen2_5_vl")),
+    "trained": (Test(*_RANKS, ("FAMILIES", "RUNS")), Test(*_IMAGES, ("RUNS",))),
+    "served": (Test(*_SERVED, ("SHAPES",)), Test(*_PICTURES, ("FAMILIES",))),
     "LoRA": (Test(*_LORA, ("RUNS", "STAND_INS")),),
     "MoE parallel": (Test(*_RANKS, ("RUNS",), only="@ep"),),
     "FP8 weights": (Test(_FORMS, "test_what_is_read_of_a_familys_fp8_folder_leaves_as_it_came", ("QUANTIZED",)),),
@@ -93,10 +92,8 @@ def _cell(tests: Sequence[Test], model_types: Sequence[str], root: Path) -> str:
 
 def _shown(test: Test, root: Path) -> Iterator[tuple[str, str]]:
     """The families that the test is run for, and in which layout."""
-    if test.family and not test.lists:
-        yield test.family, ""
     for parameter in (each for variable in test.lists for each in _words(root / test.file, variable)):
-        family, _, layout = (test.family, "", parameter) if test.family else parameter.partition("@")
+        family, _, layout = parameter.partition("@")
         if test.only in parameter and family:
             yield family, layout
 

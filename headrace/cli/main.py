@@ -55,6 +55,9 @@ _COMMANDS: Mapping[str, Command] = {
         "jobs:check", "check [JOB.toml] [flags] | check hook PATH", "show the plan of a job, or try a hook"
     ),
     "models": Command("policy:models", "models", "list the models that --model knows, with sizes and layouts"),
+    "serve": Command(
+        "jobs:serve", "serve tinker [flags]", "let clients of the package tinker train and sample on this machine"
+    ),
     "up": Command(
         "jobs:up", "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"
     ),

@@ -177,7 +177,7 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
         "kv_channels": a.kv_channels,
         "layernorm_epsilon": a.norm_epsilon,
         "normalization": a.normalization,
-        "gated_linear_unit": a.swiglu,
+        "gated_linear_unit": not a.squared_relu,
         "add_bias_linear": a.add_bias_linear,
         "add_qkv_bias": a.add_qkv_bias,
         # Latent attention always has its norms.
@@ -189,6 +189,8 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
         if a.unrotated_layers
         else None,
     }
+    if a.softmax_scale is not None:
+        fields["softmax_scale"] = a.softmax_scale
     if a.attention_sinks:
         fields["softmax_type"] = "learnable"
     if a.windows:
@@ -367,7 +369,7 @@ def adapted_names(architecture: Architecture, wanted: Sequence[str]) -> list[str
 
 def check_served_adapters(architecture: Architecture, wanted: Sequence[str]) -> None:
     """Raises ConfigError for adapters that engines cannot serve beside their weights."""
-    if architecture.vision is not None:
+    if architecture.vision is not None or "vision_tower." in architecture.kept:
         raise ConfigError(
             "update_weight_transport adapter with a model that reads images has not been tried: leave it out, and "
             "engines get merged weights",

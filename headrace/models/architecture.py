@@ -44,6 +44,13 @@ class YarnRope:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearRope:
+    """Rotary frequencies so many times slower (config.json: rope_scaling of type linear)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Windows:
     """Layers whose attention sees the last tokens only."""
 
@@ -140,9 +147,14 @@ class Vision:
     """Numbers of a patch, as the image processor gives them."""
     merge_size: int
     """merge_size × merge_size patches become one embedding"""
-    rotary_sections: Sequence[int]
-    """Rotary frequencies that turn with a token's place in time, from the top and from the left
-    (M-RoPE, https://arxiv.org/abs/2409.12191)."""
+    rotary_axes: Sequence[int]
+    """The axis with which each rotary frequency turns: a token's place in time (0), from the top (1) or from the left
+    (2); M-RoPE, https://arxiv.org/abs/2409.12191."""
+    tower: str
+    """The beginning of the names of its tensors."""
+    deepstack: int = 0
+    """So many decoder layers, from the first on, have features of the tower's own layers added to their output where
+    an image is (https://arxiv.org/abs/2406.04334)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +176,13 @@ class Architecture:
     norm_epsilon: float
     normalization: str
     swiglu: bool
-    """False: MLPs have no gate, and squared ReLU."""
+    """Else the MLP's gate has GELU, in its tanh form."""
+    squared_relu: bool
+    """MLPs have no gate, and squared ReLU."""
+    scaled_embeddings: bool
+    """They are multiplied by √hidden_size, rounded to their type, and the output layer is not."""
+    softmax_scale: float | None
+    """None: 1 / √kv_channels."""
     qk_layernorm: bool
     qk_norm_over_heads: bool
     """The norm of queries is over all heads together, and so is the norm of keys; else over each head."""
@@ -176,7 +194,7 @@ class Architecture:
     unrotated_layers: Sequence[int]
     """Layers, counted from 0, whose attention has no positions at all."""
     untie_embeddings_and_output_weights: bool
-    rope_scaling: Llama3Rope | YarnRope | None
+    rope_scaling: Llama3Rope | YarnRope | LinearRope | None
     experts: Experts | None
     windows: Windows | None
     attention_sinks: bool
@@ -222,7 +240,10 @@ def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
         "rotary_interleaved": False,
         "norm_epsilon": raw["rms_norm_eps"],
         "normalization": "RMSNorm",
-        "swiglu": "swiglu" not in particular and _is_swiglu(raw),
+        "swiglu": "swiglu" in particular or _is_swiglu(raw),
+        "squared_relu": False,
+        "scaled_embeddings": False,
+        "softmax_scale": None,
         "qk_layernorm": False,
         "qk_norm_over_heads": False,
         "add_qkv_bias": bool(raw.get("attention_bias", False)),
@@ -257,6 +278,15 @@ def rope_type(raw: Mapping[str, Any]) -> str:
     """The kind of rotary scaling: default, llama3, yarn and others."""
     rope = rope_parameters(raw)
     return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def rope_of_layers(raw: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """Of one kind of layers. transformers 5 writes both kinds, older versions those of full attention."""
+    written = raw.get("rope_parameters") or {}
+    if kind in written:
+        return dict(written[kind])
+    stretched = (raw.get("rope_scaling") or {}) if kind == "full_attention" else {}
+    return {"rope_theta": raw.get("rope_theta")} | stretched
 
 
 def rotary_percent(raw: Mapping[str, Any], default: float) -> float:
@@ -303,12 +333,21 @@ def yarn_rope(raw: Mapping[str, Any]) -> YarnRope | None:
     )
 
 
+def linear_rope(raw: Mapping[str, Any]) -> LinearRope | None:
+    """None for plain frequencies; raises ConfigError for other ways of stretching."""
+    if (kind := rope_type(raw)) == "default":
+        return None
+    if kind != "linear":
+        raise ConfigError(f"rope_scaling of type {kind!r} is not supported; supported: default, linear")
+    return LinearRope(float(rope_parameters(raw)["factor"]))
+
+
 def _require_whole_attention(raw: Mapping[str, Any]) -> None:
     """Raises ConfigError for layers that attend within a window."""
     windowed = [number for number, kind in enumerate(raw.get("layer_types") or ()) if kind != "full_attention"]
     if windowed or raw.get("use_sliding_window"):
         which = f"layer {windowed[0]} is {raw['layer_types'][windowed[0]]!r}" if windowed else "use_sliding_window true"
-        raise ConfigError(f"{which}: headrace trains windows in gpt_oss and olmo3 only")
+        raise ConfigError(f"{which}: headrace trains windows in gpt_oss, olmo3 and gemma3 only")
 
 
 def read_windows(raw: Mapping[str, Any], full_every: int, rotary_base: float | None = None) -> Windows | None:

@@ -267,10 +267,10 @@ def mlp(
     names: tuple[str, str, str] = MLP_NAMES,
 ) -> list[Row]:
     """An MLP of `width`; `names` are those of gate (where it has one), up and down."""
-    inputs = tuple(HfTensor(f"{hf}.{name}.weight", (width, a.hidden_size)) for name in names[not a.swiglu : 2])
+    inputs = tuple(HfTensor(f"{hf}.{name}.weight", (width, a.hidden_size)) for name in names[a.squared_relu : 2])
     down = (HfTensor(f"{hf}.{names[2]}.weight", (a.hidden_size, width)),)
     return [
-        Row(f"{megatron}.linear_fc1.weight", inputs, GateUp() if a.swiglu else Split(0), expert),
+        Row(f"{megatron}.linear_fc1.weight", inputs, Split(0) if a.squared_relu else GateUp(), expert),
         Row(f"{megatron}.linear_fc2.weight", down, Split(1), expert),
     ]
 

@@ -14,6 +14,7 @@ from headrace.limits import did_you_mean
 from headrace.models.architecture import Architecture
 from headrace.models.families import (
     deepseek_v3,
+    gemma3,
     glm4,
     glm4_moe,
     glm4_moe_lite,
@@ -30,6 +31,7 @@ from headrace.models.families import (
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
     smollm3,
 )
 from headrace.models.family import Family, Preset, Table
@@ -39,12 +41,16 @@ _SPARSE = (
     "be another model"
 )
 _IMAGES = (
-    "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL, and Qwen3.5 on text"
+    "it reads images by a tower that is not built: of such models, headrace trains Qwen2.5-VL and Qwen3-VL, and "
+    "Qwen3.5 and Gemma 3 on text"
 )
-_DEEPSTACK = (
-    "its vision tower gives features to the first decoder layers (deepstack) beside the embeddings, which is not built"
+_STACKED = "its checkpoint has a layer's experts in two tensors, transposed and all gates first, which are not built"
+_GEMMA4 = (
+    "its heads have another size in layers of full attention than within windows, where Megatron-core has one for all "
+    "layers. Beside that, those layers have no value projection (12B, 26B, 31B), or layers share keys and values and "
+    "have embeddings of their own (E2B, E4B), which is not built"
 )
-_WINDOWS = "it attends within windows, which headrace trains in gpt_oss and olmo3 only"
+_CAPS = "its logits and those of its attention go through a tanh (softcapping), which is not built"
 
 WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "kimi_linear": ("its linear attention has a decay for each channel, which is not built", ("qwen3_next", "kimi_k2")),
@@ -53,8 +59,7 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "deepseek_v2": ("its routing has softmax scores over groups, without a router bias", ("deepseek_v3",)),
     "kimi_k25": (_IMAGES, ("kimi_k2",)),
     "qwen2_vl": (_IMAGES, ("qwen2_5_vl", "qwen2")),
-    "qwen3_vl": (_DEEPSTACK, ("qwen2_5_vl", "qwen3")),
-    "qwen3_vl_moe": (_DEEPSTACK, ("qwen2_5_vl", "qwen3_moe")),
+    "qwen3_vl_moe": (_STACKED, ("qwen3_vl", "qwen3_moe")),
     "glm4v": (_IMAGES, ("glm4",)),
     "glm4v_moe": (_IMAGES, ("glm4_moe",)),
     "mistral3": (_IMAGES, ("mistral",)),
@@ -62,9 +67,11 @@ WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chatglm": ("it is GLM-4 in the form before 0414, which transformers calls glm", ("glm4",)),
     "glm": ("it is GLM-4 in the form before 0414", ("glm4",)),
     "qwen": ("it is the first Qwen, whose weights have other names", ("qwen2",)),
-    "gemma2": (_WINDOWS, ("llama",)),
-    "gemma3": (_WINDOWS, ("llama",)),
-    "gemma3_text": (_WINDOWS, ("llama",)),
+    "gemma2": (_CAPS, ("gemma3",)),
+    "gemma3n": ("its layers have embeddings of their own and share keys and values, which is not built", ("gemma3",)),
+    "gemma4": (_GEMMA4, ("gemma3",)),
+    "gemma4_text": (_GEMMA4, ("gemma3_text",)),
+    "gemma4_unified": (_GEMMA4, ("gemma3",)),
 }
 _NEAREST = 3
 _LIKE = 0.4
@@ -94,12 +101,14 @@ FAMILIES: Sequence[Family] = (
     qwen3_moe.FAMILY,
     qwen3_next.FAMILY,
     qwen3_5.FAMILY,
+    qwen3_vl.FAMILY,
     glm4.FAMILY,
     glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,
     deepseek_v3.FAMILY,
     gpt_oss.FAMILY,
     olmo3.FAMILY,
+    gemma3.FAMILY,
     minimax_m2.FAMILY,
     nemotron_h.FAMILY,
 )

@@ -24,6 +24,7 @@ from headrace.models.registry import read_architecture
 from headrace.rpc.server import Listen
 from headrace.run_folder import RunFolder
 from headrace.trajectory import ModelBounds
+from services.rollout.adapters import NamedAdapters
 from services.rollout.admission import EngineSlots, GroupsLimit, Kind, LoadWatch, Shares
 from services.rollout.agents.build import OpenaiParts, openai_parts
 from services.rollout.agents.hosts import AgentHosts
@@ -346,7 +347,9 @@ class _Build:
     def parts(self) -> RolloutParts:
         """The parts that the servicer calls."""
         job, fleet, producer, agents = self.job, self.fleet, self.producer, self.agents
-        receiver = Receiver(fleet, RunFolder.of(job).weights_of(job.publish))
+        weights_root = RunFolder.of(job).weights_of(job.publish)
+        receiver = Receiver(fleet, weights_root)
+        serves_adapters = job.publish.update_weight_transport == "adapter"
         self.metrics.watch_requests(self.slots.shares, lambda: producer.max_groups_in_flight)
         return RolloutParts(
             encoder=self.encoder,
@@ -366,6 +369,8 @@ class _Build:
             router_url=self.engines.router.url if job.asks_engines else None,
             agent_hosts=agents.player if agents and isinstance(agents.player, AgentHosts) else None,
             warnings=self.warnings,
+            router=self.engines.client,
+            adapters=NamedAdapters(weights_root if serves_adapters else None, fleet),
         )
 
     def started_functions(self) -> list[Startable]:

@@ -239,13 +239,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         encoder = self._parts.encoder
         begun = begun_from_proto(request, encoder)
         prompt = await encoder.off_loop(prompt_from_proto, request, encoder)
-        responses = [self._response(request, prompt, begun, index) for index in range(max(1, request.n))]
-        async with contextlib.aclosing(merge_streams(responses)) as replies:
-            async for reply in replies:
-                yield reply
+        async with self._parts.adapter(request.adapter_path) as adapter:
+            scored = None
+            if request.prompt_log_probs and len(prompt.tokens) > 1:
+                scored = np.asarray(await self._parts.score(prompt, adapter), dtype=np.float32)
+            responses = [self._response(request, prompt, begun, index, adapter) for index in range(max(1, request.n))]
+            async with contextlib.aclosing(merge_streams(responses)) as replies:
+                async for reply in replies:
+                    if scored is not None and reply.status and not reply.index:
+                        reply.prompt_log_probs.CopyFrom(pack_column("prompt_log_probs", scored))
+                    yield reply
 
     async def _response(
-        self, request: pb.GenerateRequest, prompt: EncodedPrompt, begun: Generation, index: int
+        self, request: pb.GenerateRequest, prompt: EncodedPrompt, begun: Generation, index: int, adapter: str
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The messages of one of the responses."""
         sampling = sample_pb2.SamplingParams()
@@ -254,7 +260,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             sampling.seed += index
         sent_tokens, pieces = len(begun.tokens), IncrementalDetokenizer(self._parts.encoder.decode)
         pieces.next(begun.tokens, is_last=True)
-        async with contextlib.aclosing(self._parts.ask(prompt, sampling, begun)) as answers:
+        async with contextlib.aclosing(self._parts.ask(prompt, sampling, begun, adapter)) as answers:
             async for so_far in answers:
                 is_last = so_far.finish is not None and so_far.finish.is_final
                 if (text := pieces.next(so_far.tokens, is_last=is_last)) is None:

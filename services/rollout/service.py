@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import Buffer
 from headrace.errors import FailedPrecondition, HeadraceError
+from headrace.rpc.http_server import EndpointServer
 from headrace.rpc.log import log
+from services.rollout.adapters import NamedAdapters
 from services.rollout.admission import EngineSlots, Kind, LoadWatch
 from services.rollout.agents.hosts import AgentHosts
-from services.rollout.agents.server import EndpointServer
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
@@ -60,6 +62,8 @@ class RolloutParts:
     """Lends the job's tasks, where other processes play them."""
     warnings: Sequence[str]
     """Warnings for people about the samples; the list grows."""
+    router: EngineClient
+    adapters: NamedAdapters
 
     def require_engines(self) -> None:
         """Raises FailedPrecondition in a run that has none."""
@@ -67,7 +71,11 @@ class RolloutParts:
             raise FailedPrecondition(NO_ENGINES)
 
     async def ask(
-        self, prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams, begun: Generation = NOTHING_YET
+        self,
+        prompt: EncodedPrompt,
+        sampling: sample_pb2.SamplingParams,
+        begun: Generation = NOTHING_YET,
+        adapter: str = "",
     ) -> AsyncGenerator[Generation, None]:
         """Streams one response to a client, once it has a slot; both take at most the limit of a generation."""
         self.require_engines()
@@ -80,10 +88,29 @@ class RolloutParts:
                 seconds=end - time.monotonic(),
                 images=prompt.for_engine,
                 begun=begun,
+                adapter=adapter,
             )
             async with aclosing(pieces):
                 async for piece in pieces:
                     yield piece
+
+    @asynccontextmanager
+    async def adapter(self, folder: str) -> AsyncIterator[str]:
+        """The adapter that a request names, in all engines until the block ends; empty for none."""
+        if not folder:
+            yield ""
+            return
+        self.require_engines()
+        async with self.adapters.using(Path(folder), seconds=self.generate_seconds) as name:
+            yield name
+
+    async def score(self, prompt: EncodedPrompt, adapter: str) -> list[float]:
+        """Log-probs of the prompt's tokens but the first, at temperature 1."""
+        async with self.slots.slot(Kind.CLIENTS, seconds=self.generate_seconds):
+            cache_key = self.fleet.weights.cache_key
+            return await self.router.score(
+                prompt.tokens, cache_key=cache_key, seconds=self.generate_seconds, adapter=adapter
+            )
 
 
 class Startable(Protocol):

@@ -35,6 +35,7 @@ from services.trainer.ledger import StreamLedger
 from services.trainer.megatron.parallel import FILES_TIMEOUT
 from services.trainer.serving.console import Savable
 from services.trainer.serving.servicer import TrainerServicer
+from services.trainer.tinker.serve import TinkerServer, follow_tinker
 
 
 async def run_rank0(
@@ -57,7 +58,17 @@ async def run_rank0(
         ledger = StreamLedger(buffer, fetch.stream, console, build.failure_budget(), recorder)
         await training.train(ledger, ranks, console, schedule)
 
+    async def serve_tinker() -> None:
+        assert rollout is not None, "the job's rules refuse debug_train_only"
+        console.open_without_steps(joined.layout.world_size)
+        await rollout.pause_production()
+        await server.set_ready()
+        await TinkerServer(build.job, build.run_dir, listen, rollout).run(joined, compute, console.until_stopped)
+
     async def train() -> None:
+        if build.job.serves_tinker:
+            await serve_tinker()
+            return
         built = await asyncio.get_running_loop().run_in_executor(compute, build.rank, fetch, joined)
         group = RankGroup(joined.channel, built.worker, compute)
         ranks = build.ranks(group, built, rollout, console)
@@ -145,6 +156,9 @@ async def run_rank(build: TrainerBuild, listen: Listen) -> None:
         joined = await join(build.join, compute)
 
         async def work() -> None:
+            if build.job.serves_tinker:
+                await follow_tinker(build.job, joined, compute)
+                return
             built = await loop.run_in_executor(compute, build.rank, fetch, joined)
             await follow(joined.channel, built.worker, compute)
 

@@ -50,6 +50,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "kimi_k2": LATENTS_OF_ENGINES,
     "olmo3": {},
     "minimax_m2": {"intermediate_size": 64},  # of an expert
+    "gemma3_text": {"tied": True},
+    "gemma3": {},
 }
 BOUND = 1e-4
 

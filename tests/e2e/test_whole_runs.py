@@ -178,6 +178,7 @@ async def test_with_colocate_trainer_and_a_real_engine_take_turns_and_a_rollout_
         ("qwen2_moe", EXPERTS_OF_ENGINES | {"shared_expert_intermediate_size": 64}),
         ("glm4_moe_lite", LATENTS_OF_ENGINES),
         ("deepseek_v3", LATENTS_OF_ENGINES),
+        ("gemma3", {}),
     ],
 )
 async def test_a_family_is_served_trained_and_published(tmp_path: Path, family: str, shape: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ _OTHERS_FLAGS = {
 """Of Slurm, Ray, slime, SGLang, pip, uv, Docker, trackers, pg_dump, memray, a bench, tools.flags, Codex, Helm and
 kubectl, lm-eval."""
 _OF_A_JOB = ("train", "check", "up")
-_WITH_ITS_FLAGS = (*_OF_A_JOB, "eval", "env train", "replay")
+_WITH_ITS_FLAGS = (*_OF_A_JOB, "eval", "env train", "replay", "serve")
 _GROUPS = {"buffer": buffer, "env": env, "reward": reward, "rollout": rollout, "tokens": tokens}
 _HELP = {"--help", "--config"}
 

@@ -276,6 +276,30 @@ def _check_ledger(job: Job, report: Report, scope: Scope) -> None:
         report.refuse(error, elsewhere=scope.elsewhere is not None)
 
 
+_TINKER_PORT = 8700
+
+
+@click.command(cls=JobCommand, no_args_is_help=True)
+@click.argument("api")
+def serve(api: str, words: Sequence[str]) -> int:
+    """Serves an API for training in place of a run of steps: `headrace serve tinker --hf-checkpoint MODEL`.
+
+    Clients of the package tinker train models of LoRA on the base and sample from them, at --tinker-port (8700 if
+    absent). It runs until Ctrl-C; the same command goes on with the models that were there.
+    """
+    if api != "tinker":
+        raise ConfigError(f"unknown API {api[:80]}{did_you_mean(api, ['tinker'])}; there is tinker")
+    given = any(word.split("=")[0] == "--tinker-port" for word in words)
+    job = load_job(words if given else [*words, "--tinker-port", str(_TINKER_PORT)])
+    services = services_here(job)
+    wait_for_orphans(folder_here(job, services), services, _tell)
+    for warning in require_startable(job, Scope.of_train(job)).warnings:
+        _tell(f"warning: {warning}")
+    address = f"http{'s' if job.services.tls_dir else ''}://{job.tinker.tinker_host}:{job.tinker.tinker_port}"
+    _tell(f"Tinker's API will be at {address}: TINKER_BASE_URL={address} TINKER_API_KEY=tml-local")
+    return 0 if asyncio.run(_up(Launcher(job, services, _tell))) else INTERRUPTED
+
+
 @click.command(cls=JobCommand, no_args_is_help=True)
 @click.argument("service")
 @click.option("--config", type=PATH, metavar="JOB.toml", help="The job.")

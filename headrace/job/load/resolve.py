@@ -111,10 +111,34 @@ def resolve(job: Job) -> Job:
     Paths are taken from the working directory, a hook's file is completed by its only function, parallel sizes come
     from the preset, and one of the four batch sizes is derived.
     """
-    job = _with_transport(_colocated(with_engine_groups(_engine_ranks(job))))
+    job = _with_transport(_colocated(with_engine_groups(_engine_ranks(_for_tinker(job)))))
     sections = {name: value for name, value in job if isinstance(value, BaseModel)}
     absolute = job.model_copy(update={name: _absolute(section) for name, section in sections.items()})
     return derive(_generation_alone(_layout(_hooks(absolute))))
+
+
+_TINKER_RANK = 32
+"""The largest of a model, where the job says none: what Tinker's clients ask for."""
+
+
+def _for_tinker(job: Job) -> Job:
+    """Tinker's models are adapters, nothing is generated for steps of the run's own, and clients outlive a trainer."""
+    if not job.serves_tinker:
+        return job
+    lora, publish = job.lora, job.publish
+    if lora.lora_rank is None:
+        lora = lora.model_copy(update={"lora_rank": _TINKER_RANK})
+    if publish.update_weight_transport == "auto":
+        publish = publish.model_copy(update={"update_weight_transport": "adapter"})
+    sizes = {name: getattr(job.rollout, name) or 1 for name in ("rollout_batch_size", "n_samples_per_prompt")}
+    return job.model_copy(
+        update={
+            "lora": lora,
+            "publish": publish,
+            "rollout": job.rollout.model_copy(update=sizes),
+            "placement": job.placement.model_copy(update={"use_fault_tolerance": True}),
+        }
+    )
 
 
 def _engine_ranks(job: Job) -> Job:

@@ -64,6 +64,7 @@ _ACTS_WITH: Sequence[tuple[str, str]] = (
     ("agent_function_path", "agent_hosts"),
     ("agent_command", "agent_reward_command"),
     ("openai_port or agent_function_path", "openai_host"),
+    ("tinker_port", "tinker_host tinker_models tinker_model_name"),
     ("custom_generate_function_path or eval_config", "generate_per_sample"),
     ("prompt_data", "rollout_shuffle num_epoch prompt_data_weights streaming_data skip_bad_lines"),
     ("prompt_data or eval_prompt_data or eval_config", "multimodal_keys"),
@@ -156,6 +157,18 @@ _EXCLUDES: Sequence[tuple[str, str, str]] = (
         "rollout_external_engine_addrs",
         "update_weight_delta",
         "only engines that are started here are known to have the plugin that reads it",
+    ),
+    (
+        "tinker_port",
+        "prompt_data data_source_path eval_prompt_data eval_config rollout_function_path agent_function_path "
+        "custom_generate_function_path loss_mask_type critic_load save_hf initial_megatron_checkpoint load "
+        "debug_rollout_only debug_train_only load_debug_rollout_data use_opd",
+        "clients say what is generated, trained and saved",
+    ),
+    (
+        "tinker_port",
+        "lora_alpha lora_use_rslora lora_dropout lora_init lora_load",
+        "clients make their models, with an alpha of 32",
     ),
     ("rollout_external_engine_addrs", "debug_rollout_only", "nothing would give them hf_checkpoint's weights"),
     (

@@ -98,7 +98,7 @@ def check_images(job: Job, architecture: Architecture) -> None:
     if architecture.vision is None:
         raise ConfigError(
             f"multimodal_keys {job.data.multimodal_keys}: this {architecture.family} model reads text alone: name a "
-            "model with a vision tower (qwen2_5_vl), or leave --multimodal-keys out"
+            "model with a vision tower (qwen2_5_vl, qwen3_vl), or leave --multimodal-keys out"
         )
     if job.distillation.use_opd and job.distillation.opd_type != "megatron":
         raise ConfigError(

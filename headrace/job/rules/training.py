@@ -57,11 +57,37 @@ def check_training(job: Job) -> None:
     _teacher(job)
     _true_on_policy(job)
     _sampling_mask(job)
+    _tinker(job)
     if job.train.loss_mask_type is not None and job.rollout.n_samples_per_prompt != 1:
         raise ConfigError(
             f"loss_mask_type trains each conversation once, and n_samples_per_prompt is "
             f"{job.rollout.n_samples_per_prompt}: set it to 1"
         )
+
+
+_NOT_WITH_TINKER = (
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+
+
+def _tinker(job: Job) -> None:
+    if not job.serves_tinker:
+        return
+    if job.publish.update_weight_transport != "adapter":
+        raise ConfigError(
+            f"update_weight_transport {job.publish.update_weight_transport} with tinker_port: engines sample from the "
+            "adapters of clients. Leave it out"
+        )
+    args = megatron(job.megatron)
+    for name in _NOT_WITH_TINKER:
+        if (size := getattr(args, name) or 1) > 1:
+            raise ConfigError(
+                f"{name} {size} with tinker_port: clients' models are divided over tensor ranks and data ranks. Leave "
+                "it out"
+            )
 
 
 def _ranks(job: Job) -> None:

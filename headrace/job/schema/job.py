@@ -30,7 +30,7 @@ from headrace.job.schema.run import (
     without_secrets,
 )
 from headrace.job.schema.section import Section, normalize
-from headrace.job.schema.services import BufferSection, RewardSection, ServicesSection
+from headrace.job.schema.services import BufferSection, RewardSection, ServicesSection, TinkerSection
 from headrace.job.schema.training import CriticSection, DistillationSection, HooksSection, LoraSection, TrainSection
 
 Arguments = Annotated[dict[str, Any], AfterValidator(normalize)]
@@ -74,6 +74,7 @@ class Job(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     debug: DebugSection = DebugSection()
     services: ServicesSection = ServicesSection()
+    tinker: TinkerSection = TinkerSection()
     placement: PlacementSection = PlacementSection()
     tracking: TrackingSection = TrackingSection()
     megatron: Arguments = Field({})
@@ -89,6 +90,11 @@ class Job(Section):
         """
         brings_rewards = self.hooks.custom_convert_samples_to_train_data_path is not None
         return self.train.loss_type != "sft_loss" and not self.distillation.use_opd and not brings_rewards
+
+    @property
+    def serves_tinker(self) -> bool:
+        """True where clients say what is trained."""
+        return self.tinker.tinker_port is not None
 
     @property
     def num_shards(self) -> int:

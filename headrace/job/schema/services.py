@@ -92,6 +92,18 @@ def _no_segments(value: Any) -> Any:
     return value
 
 
+class TinkerSection(Section):
+    tinker_port: Port | None = None
+    """Port of Tinker's API (`headrace serve tinker`): clients of the package tinker train models of LoRA on
+    hf_checkpoint, and the run has no prompts and no steps of its own."""
+    tinker_host: str = "127.0.0.1"
+    """Host on which Tinker's API listens."""
+    tinker_models: Annotated[Positive, Field(le=MAX_SHARDS)] = 8
+    """Models that clients have at once; each has its matrices and Adam's state in the trainer's memory."""
+    tinker_model_name: str | None = None
+    """What clients call the base, beside its folder and the folder's name."""
+
+
 class BufferSection(Section):
     max_staleness: Annotated[NonNegative, Field(le=MAX_STALENESS)] = 0
     """Steps that a token's policy may be behind: 0 on-policy, 1 one-step-off, k asynchronous."""

@@ -59,7 +59,7 @@ class TrainSection(Section):
     """The loss that is minimised."""
     loss_mask_type: (
         Literal["qwen", "qwen3", "qwen3_5", "llama3", "glm4", "distill_qwen", "deepseek", "kimi", "gpt_oss"]
-        | Literal["olmo3", "minimax_m2"]
+        | Literal["olmo3", "minimax_m2", "gemma3"]
         | None
     ) = None
     """Prompts are conversations whose assistant turns are trained; names the chat template's marks."""

@@ -58,6 +58,7 @@ def read(raw: Mapping[str, Any]) -> Architecture:
     return read_decoder(
         plain | {"num_hidden_layers": len(kinds), "rms_norm_eps": raw["layer_norm_epsilon"]},
         swiglu=False,
+        squared_relu=True,
         unrotated_layers=tuple(layers),
         mlp_layers=tuple(layer for layer in layers if kinds[layer] in ("mlp", "moe")),
         experts=experts,

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.models.architecture import Architecture, read_decoder, read_windows, yarn_rope
+from headrace.models.architecture import Architecture, read_decoder, read_windows, rope_of_layers, yarn_rope
 from headrace.models.family import Family, Preset, Row, Table, attention, embedding, head, mlp, norm
 
 _ROTARY_BASE = 500000.0
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    full, within = (_rope(raw, kind) for kind in ("full_attention", "sliding_attention"))
+    full, within = (rope_of_layers(raw, kind) for kind in ("full_attention", "sliding_attention"))
     if raw.get("attention_bias"):
         raise ConfigError("attention_bias true is not supported: no published Olmo 3 has biases")
     if within.get("rope_type", "default") != "default":
@@ -33,15 +33,6 @@ def read(raw: Mapping[str, Any]) -> Architecture:
         post_norms=True,
         windows=read_windows(raw, full_every=4, rotary_base=float(within.get("rope_theta") or _ROTARY_BASE)),
     )
-
-
-def _rope(raw: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Of one kind of layers. transformers 5 writes both kinds, older versions those of full attention."""
-    written = raw.get("rope_parameters") or {}
-    if kind in written:
-        return dict(written[kind])
-    stretched = (raw.get("rope_scaling") or {}) if kind == "full_attention" else {}
-    return {"rope_theta": raw.get("rope_theta")} | stretched
 
 
 def table(a: Architecture) -> Table:

@@ -5,7 +5,7 @@ The decoder is trained. The vision tower, `visual` in the checkpoint, is kept as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.errors import ConfigError
@@ -16,21 +16,32 @@ _CHANNELS = 3
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """The decoder's values are in text_config, or beside the vision tower's, as older versions wrote them."""
+    sections = rope_parameters(text_of(raw))["mrope_section"]
+    axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
+    return read_decoder(
+        text_of(raw), add_qkv_bias=True, vision=read_vision(raw, 14, axes, "visual."), kept=("visual.",)
+    )
+
+
+def text_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder's values: in text_config, or beside the vision tower's, as older versions wrote them."""
     text = {**raw, **raw.get("text_config", {}), "model_type": raw["model_type"]}
     if (kind := rope_type(text)) not in ("default", "mrope"):
         raise ConfigError(f"rope_scaling of type {kind!r} is not supported; supported: default, mrope")
-    plain = {**text, "rope_parameters": {**rope_parameters(text), "rope_type": "default"}}
-    return read_decoder(plain, add_qkv_bias=True, vision=_vision(raw, text), kept=("visual.",))
+    return {**text, "rope_parameters": {**rope_parameters(text), "rope_type": "default"}}
 
 
-def _vision(raw: Mapping[str, Any], text: Mapping[str, Any]) -> Vision:
-    tower, patch = raw["vision_config"], raw["vision_config"].get("patch_size", 14)
+def read_vision(raw: Mapping[str, Any], patch_size: int, axes: Sequence[int], name: str, deepstack: int = 0) -> Vision:
+    """`patch_size` is that of a config that names none."""
+    tower = raw["vision_config"]
+    patch = tower.get("patch_size", patch_size)
     return Vision(
         image_token_id=raw["image_token_id"],
         patch_values=_CHANNELS * tower.get("temporal_patch_size", 2) * patch * patch,
         merge_size=tower.get("spatial_merge_size", 2),
-        rotary_sections=tuple(rope_parameters(text)["mrope_section"]),
+        rotary_axes=tuple(axes),
+        tower=name,
+        deepstack=deepstack,
     )
 
 

@@ -12,11 +12,11 @@ from headrace.job.schema.production import ContextLimit
 from headrace.limits import PEER_WAIT_SECONDS
 from headrace.models.architecture import Architecture
 from headrace.rpc.access import Access
+from headrace.rpc.http_server import EndpointServer, Gate
 from headrace.rpc.server import Listen
 from services.rollout.admission import EngineSlots
 from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.sampler import AgentSampler, Player, WorkerPlayer
-from services.rollout.agents.server import EndpointServer
 from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits
 from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.api import SamplingParams
@@ -55,7 +55,7 @@ def openai_parts(
     agent = job.rollout.agent_function_path
     if agent is None and job.rollout.openai_port is None:
         return None
-    from services.rollout.agents.endpoint import Endpoint, Gate  # half a second: only where there is an endpoint
+    from services.rollout.agents.endpoint import SERVICE, Endpoint  # half a second: only where there is an endpoint
 
     rollout, seconds = job.rollout, job.rollout.generate_timeout_seconds
     sessions, tool_calls = (
@@ -63,7 +63,7 @@ def openai_parts(
         ToolCallReader(tool_call_parser(args)),
     )
     policy = AgentPolicy(generator, encoder, tool_calls, slots)
-    gate = Gate(Access(has_certificates=listen.tls is not None, tokens=listen.tokens))
+    gate = Gate(SERVICE, Access(has_certificates=listen.tls is not None, tokens=listen.tokens))
     endpoint = Endpoint(sessions, policy, encoder, job.model.hf_checkpoint.name, gate)
     server = EndpointServer(
         endpoint.application(),

@@ -34,6 +34,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "gpt_oss": ("<|return|>", "<|call|>"),
     "olmo3": ("<|endoftext|>", "<|im_end|>"),
     "minimax_m2": ("[e~[",),
+    "gemma3": ("<end_of_turn>",),
 }
 """--loss-mask-type → the marks that end an assistant's turn, first the one that ends a conversation.
 

@@ -67,6 +67,10 @@ class ServedWeights:
             del self._named[oldest]
         return name
 
+    def name_adapter(self, name: str) -> None:
+        """Tokens of an adapter that requests name, which is no version of the policy."""
+        self._named[name] = _Named(INITIAL_VERSION, "", Verdict.ACCEPTED)
+
     def serve_adapter(self, name: str, policy_version: int) -> str:
         """Requests that begin from now on use it, and their tokens are of this version. Returns the former one."""
         former, self.adapter = self.adapter, name

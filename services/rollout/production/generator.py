@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -41,6 +41,8 @@ class ResponseRequest:
     images: PromptImages | None = None
     routing_key: str | None = None
     sampling_mask: bool = False
+    adapter: str = ""
+    """One that engines hold; empty: what the run serves"""
 
 
 @dataclass
@@ -279,9 +281,10 @@ class Generator:
         images: PromptImages | None = None,
         begun: Generation = NOTHING_YET,
         routing_key: str | None = None,
+        adapter: str = "",
     ) -> AsyncGenerator[Generation, None]:
         """Yields all tokens so far, again and again; the last one has a `finish` of stop or length."""
-        request = ResponseRequest(request_id, True, images=images, routing_key=routing_key)
+        request = ResponseRequest(request_id, True, images=images, routing_key=routing_key, adapter=adapter)
         return self._pieces(request, prompt, params, begun, seconds)
 
     def _fitting(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
@@ -397,7 +400,7 @@ class Generator:
         end = time.monotonic() + seconds
         cache_key = self._weights.cache_key
         if not request.streaming:
-            with self._activity.requests(), self._weights.using_adapter() as adapter:
+            with self._activity.requests(), self._adapter_of(request) as adapter:
                 async with ending:
                     answer = await self._router.generate(
                         tokens,
@@ -413,7 +416,7 @@ class Generator:
                     )
             yield await self._accepted(answer, len(tokens), end)
             return
-        with self._activity.requests(), self._weights.using_adapter() as adapter:
+        with self._activity.requests(), self._adapter_of(request) as adapter:
             answers = self._router.stream(
                 tokens,
                 params,
@@ -430,6 +433,9 @@ class Generator:
                     yield generation
                     if len(generation.tokens) < len(answer.tokens):
                         return  # what follows was made after tokens of refused weights
+
+    def _adapter_of(self, request: ResponseRequest) -> AbstractContextManager[str]:
+        return contextlib.nullcontext(request.adapter) if request.adapter else self._weights.using_adapter()
 
     async def _accepted(self, answer: EngineResponse, num_prompt_tokens: int, end: float) -> Generation:
         """Returns the part of the response from accepted weights, once every verdict on its weights exists."""

@@ -195,24 +195,26 @@ class DiskInbound(Inbound):
             self._require_whole(folder)
 
     def _require_whole(self, folder: Path) -> None:
-        resolved = self._below_root(folder)
+        resolved = below_root(self._root, folder)
         if not is_whole(resolved):
             raise _not_whole(folder)
 
-    def _below_root(self, folder: Path) -> Path:
-        if self._root is None:
-            raise InvalidArgument("this rollout service was given no folder for weights", field="disk_path")
-        try:
-            root, resolved = self._root.resolve(), folder.resolve()
-        except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for a loop of symlinks
-            raise InvalidArgument(f"{folder} cannot be read: {error}", field="disk_path") from error
-        if root not in resolved.parents:
-            raise InvalidArgument(
-                f"{folder} is not below {root}, where this rollout service expects weights: give it and the trainer "
-                "the same --update-weight-disk-path",
-                field="disk_path",
-            )
-        return resolved
+
+def below_root(root: Path | None, folder: Path) -> Path:
+    """The folder, resolved. Raises InvalidArgument unless it is below the root."""
+    if root is None:
+        raise InvalidArgument("this rollout service was given no folder for weights", field="disk_path")
+    try:
+        resolved_root, resolved = root.resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for a loop of symlinks
+        raise InvalidArgument(f"{folder} cannot be read: {error}", field="disk_path") from error
+    if resolved_root not in resolved.parents:
+        raise InvalidArgument(
+            f"{folder} is not below {resolved_root}, where this rollout service expects weights: give it and the "
+            "trainer the same --update-weight-disk-path",
+            field="disk_path",
+        )
+    return resolved
 
 
 def _folders(plan: Plan) -> Sequence[Path]:
@@ -303,7 +305,7 @@ class AdapterInbound(DiskInbound):
             del self._held[name], self._leaving[name]
 
     def _require_whole(self, folder: Path) -> None:
-        if not (self._below_root(folder) / "adapter_config.json").is_file():
+        if not (below_root(self._root, folder) / "adapter_config.json").is_file():
             raise _not_whole(folder)
 
 

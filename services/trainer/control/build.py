@@ -64,13 +64,13 @@ class TrainerBuild:
     """Builds what a rank consists of; `run_dir` is the run's folder."""
 
     def __init__(self, job: Job, run_dir: Path) -> None:
-        self._job = job
-        self._run_dir = run_dir
+        self.job = job
+        self.run_dir = run_dir
 
     @property
     def rollout_address(self) -> str:
         """`host:port`; of several services with commas between them. Raises ConfigError when the job names none."""
-        if (address := self._job.services.rollout_address) is None:
+        if (address := self.job.services.rollout_address) is None:
             raise ConfigError(
                 "services.rollout_address is not set: start the service and pass --rollout-address host:port"
             )
@@ -78,38 +78,38 @@ class TrainerBuild:
 
     def buffer(self) -> TrainerBuffer:
         """A client of the job's buffer. Raises ConfigError when the job names none."""
-        if (pattern := self._job.debug.load_debug_rollout_data) is not None:
+        if (pattern := self.job.debug.load_debug_rollout_data) is not None:
             return RecordedBuffer(RecordedSteps(pattern))
-        return buffer_of(self._job.services)
+        return buffer_of(self.job.services)
 
     def rollout(self) -> Rollout | None:
         """A client of the job's rollout services; None where the trainer is alone."""
         return (
-            None if self._job.debug.trains_alone else open_rollout(self.rollout_address, deadline_seconds=_CALL_SECONDS)
+            None if self.job.debug.trains_alone else open_rollout(self.rollout_address, deadline_seconds=_CALL_SECONDS)
         )
 
     def recorder(self, buffer: TrainerBuffer, stream: str) -> StepRecorder | None:
         """Keeps each step for later, if the job asks for it."""
-        pattern = self._job.debug.save_debug_rollout_data
+        pattern = self.job.debug.save_debug_rollout_data
         return None if pattern is None else StepRecorder(RecordedSteps(pattern), buffer, stream)
 
     @property
     def trains(self) -> bool:
         """False where the run only generates."""
-        return not self._job.debug.debug_rollout_only
+        return not self.job.debug.debug_rollout_only
 
     def join(self) -> Layout:
         """Joins the other ranks, or is alone. In the compute thread."""
-        return join_ranks(self._job)
+        return join_ranks(self.job)
 
     def rank(self, fetch: Fetch, joined: JoinedRanks) -> Built:
         """Builds the policy with its latest checkpoint, in the compute thread of every rank at once."""
-        job, layout = self._job, joined.layout
+        job, layout = self.job, joined.layout
         if job.placement.offload_train:
             log.info("memory_taken")
         policy = policy_of(job, layout)
-        checkpoints = Checkpoints(job.checkpoint, self._run_dir, layout)
-        log.info("restoring", folder=str(checkpoint_folder(job.checkpoint, self._run_dir)))
+        checkpoints = Checkpoints(job.checkpoint, self.run_dir, layout)
+        log.info("restoring", folder=str(checkpoint_folder(job.checkpoint, self.run_dir)))
         restored_step = checkpoints.restore_latest(policy.saved)
         sender = self.sender(policy, layout, joined.channel.is_aborted)
         gc.freeze()  # libraries and the model stay: a collection that looks at them costs a step 0.1 s
@@ -120,16 +120,16 @@ class TrainerBuild:
     @property
     def weights_root(self) -> Path:
         """Holds the versions that travel through files."""
-        return RunFolder(self._run_dir).weights_of(self._job.publish)
+        return RunFolder(self.run_dir).weights_of(self.job.publish)
 
     def clear_memory(self) -> None:
         """Deletes what lies in shared memory: nobody loads it without this trainer."""
-        if self._job.publish.update_weight_transport == "ipc":
+        if self.job.publish.update_weight_transport == "ipc":
             remove(self.weights_root)
 
     def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> Sender:
         """This rank's part in publications."""
-        publish, form = self._job.publish, BlockFp8.of(self._job.model.hf_checkpoint)
+        publish, form = self.job.publish, BlockFp8.of(self.job.model.hf_checkpoint)
         if publish.update_weight_transport == "adapter":
             return AdapterWriter(policy, layout, is_aborted, root=self.weights_root)
         if not publish.is_broadcast:
@@ -142,7 +142,7 @@ class TrainerBuild:
                 memory=MemoryFiles() if publish.update_weight_transport == "ipc" else None,
                 form=form,
                 hashes=self.knows_checksums,
-                leaves=self._job.placement.colocate,
+                leaves=self.job.placement.colocate,
             )
         return WeightSender(
             policy,
@@ -157,13 +157,13 @@ class TrainerBuild:
 
     def _engines_are_here(self) -> bool:
         """True where all of them are on this machine, or there are none."""
-        return not self._far_engines() and self._job.placement.rollout_placement == "local"
+        return not self._far_engines() and self.job.placement.rollout_placement == "local"
 
     def _far_engines(self) -> list[Address]:
         """Addresses on the way to engines of other machines."""
-        if self._job.debug.trains_alone:
+        if self.job.debug.trains_alone:
             return []
-        places = (*self.rollout_address.split(","), *self._job.placement.rollout_external_engine_addrs)
+        places = (*self.rollout_address.split(","), *self.job.placement.rollout_external_engine_addrs)
         return [address for address in map(Address.parse, places) if not address.is_loopback]
 
     def _host_for_engines(self) -> str:
@@ -175,15 +175,15 @@ class TrainerBuild:
     @property
     def knows_checksums(self) -> bool:
         """True where senders have the tensors that engines hash: those of several ranks hash shards."""
-        return self._job.placement.engine_sizes == (1,)
+        return self.job.placement.engine_sizes == (1,)
 
     def schedule(self) -> JobSchedule:
         """The steps at which weights move, checkpoints are written and evaluations run."""
-        return schedule_of(self._job, self._recorded_steps())
+        return schedule_of(self.job, self._recorded_steps())
 
     def _recorded_steps(self) -> int | None:
         """The step before which a run on recorded steps ends; None where it is num_rollout."""
-        if (pattern := self._job.debug.load_debug_rollout_data) is None:
+        if (pattern := self.job.debug.load_debug_rollout_data) is None:
             return None
         steps = RecordedSteps(pattern).steps()
         if not steps:
@@ -192,33 +192,33 @@ class TrainerBuild:
                 "--save-debug-rollout-data",
                 field="load_debug_rollout_data",
             )
-        num_steps = min(self._job.rollout.num_rollout, steps[-1] + 1)
-        if num_steps < self._job.rollout.num_rollout:
-            log.warning("recorded_steps_end", num_steps=num_steps, num_rollout=self._job.rollout.num_rollout)
+        num_steps = min(self.job.rollout.num_rollout, steps[-1] + 1)
+        if num_steps < self.job.rollout.num_rollout:
+            log.warning("recorded_steps_end", num_steps=num_steps, num_rollout=self.job.rollout.num_rollout)
         return num_steps
 
     def report(self) -> RunReport:
         """The report that keeps the run's metrics and gives them to the trackers that the job asks for."""
-        job = self._job
+        job = self.job
         return RunReport(
-            self._run_dir,
-            trackers(job.tracking, job.run.run_name, job.model_dump(mode="json"), self._run_dir),
+            self.run_dir,
+            trackers(job.tracking, job.run.run_name, job.model_dump(mode="json"), self.run_dir),
             self._changes(),
         )
 
     def _changes(self) -> list[str]:
         """What this start changes. Its launcher replaces the folder's job once this trainer is ready."""
         try:
-            return changed_options(RunFolder(self._run_dir).job(), self._job)
+            return changed_options(RunFolder(self.run_dir).job(), self.job)
         except (NotFound, DataLoss):  # no launcher made the folder, or an earlier version did
             return []
 
     def console(self, report: RunReport, rollout: Rollout | None, schedule: JobSchedule) -> TrainerConsole:
         """Shows the run to people and serves their requests."""
-        job = self._job
+        job = self.job
         return TrainerConsole(
             report,
-            evaluations_of(job, rollout, schedule, report, RunFolder(self._run_dir)),
+            evaluations_of(job, rollout, schedule, report, RunFolder(self.run_dir)),
             run=job.run.run_name,
             num_steps=schedule.num_steps,
             groups_per_step=job.rollout.groups_per_step,
@@ -226,43 +226,45 @@ class TrainerBuild:
 
     def exports(self) -> ExportFolders:
         """The folders to which people may export the model while it is trained."""
-        run, checkpoint = RunFolder(self._run_dir), self._job.checkpoint
+        run, checkpoint = RunFolder(self.run_dir), self.job.checkpoint
         return ExportFolders(
-            checkpoint.export_root or self._run_dir,
-            [checkpoint_folder(checkpoint, self._run_dir), run.ledger, run.logs, run.samples, self.weights_root],
+            checkpoint.export_root or self.run_dir,
+            [checkpoint_folder(checkpoint, self.run_dir), run.ledger, run.logs, run.samples, self.weights_root],
         )
 
-    def ranks(self, group: RankGroup, built: Built, rollout: Rollout | None, console: TrainerConsole) -> TrainerRanks:
+    def ranks(
+        self, group: RankGroup[RankWorker], built: Built, rollout: Rollout | None, console: TrainerConsole
+    ) -> TrainerRanks:
         """All ranks as the loop sees them."""
         devices = self._devices(group, rollout)
         return TrainerRanks(
             group,
             NoEngines()
-            if rollout is None or not self._job.asks_engines
+            if rollout is None or not self.job.asks_engines
             else self._publisher(group, built, rollout, devices),
             console,
-            self._run_dir,
+            self.run_dir,
             built.checkpoints,
             restored_step=built.restored_step,
-            num_steps=self._job.rollout.num_rollout,
-            save_hf=self._job.checkpoint.save_hf,
+            num_steps=self.job.rollout.num_rollout,
+            save_hf=self.job.checkpoint.save_hf,
             devices=devices,
         )
 
     async def clear_devices(self, rollout: Rollout | None) -> None:
         """Makes engines give up their memory on shared devices before any rank has memory there."""
-        if rollout is not None and self._job.placement.offload_rollout and self._job.asks_engines:
+        if rollout is not None and self.job.placement.offload_rollout and self.job.asks_engines:
             await clear(rollout.services, seconds=self._away_seconds)
 
     @property
     def _away_seconds(self) -> float:
-        return self._job.services.start_timeout_seconds + PEER_WAIT_SECONDS  # its engines may be starting
+        return self.job.services.start_timeout_seconds + PEER_WAIT_SECONDS  # its engines may be starting
 
-    def _devices(self, group: RankGroup, rollout: Rollout | None) -> Devices:
-        placement = self._job.placement
-        if rollout is None or not placement.colocate or not self._job.asks_engines:
+    def _devices(self, group: RankGroup[RankWorker], rollout: Rollout | None) -> Devices:
+        placement = self.job.placement
+        if rollout is None or not placement.colocate or not self.job.asks_engines:
             return OwnDevices()
-        seconds = self._job.publish.update_weight_timeout_seconds
+        seconds = self.job.publish.update_weight_timeout_seconds
         return SharedDevices(
             rollout.services if placement.offload_rollout else (),
             seconds=self._away_seconds,
@@ -270,10 +272,10 @@ class TrainerBuild:
             to_device=partial(group.gather, seconds, RankWorker.to_device) if placement.offload_train else None,
         )
 
-    def _publisher(self, group: RankGroup, built: Built, rollout: Rollout, devices: Devices) -> Publisher:
-        backend, publish = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.publish
+    def _publisher(self, group: RankGroup[RankWorker], built: Built, rollout: Rollout, devices: Devices) -> Publisher:
+        backend, publish = "nccl" if built.layout.device.type == "cuda" else "gloo", self.job.publish
         hashes = self.knows_checksums
-        written = None if publish.update_weight_disk_path is None else RunFolder(self._run_dir).written_weights
+        written = None if publish.update_weight_disk_path is None else RunFolder(self.run_dir).written_weights
         transport = transport_of(publish, group, self.weights_root, hashes=hashes, devices=devices, written=written)
         return Publisher(
             group,
@@ -287,17 +289,17 @@ class TrainerBuild:
 
     def untrained(self, step: int) -> UntrainedRanks:
         """Returns what stands for all ranks where the run only generates."""
-        return UntrainedRanks(step, self._run_dir)
+        return UntrainedRanks(step, self.run_dir)
 
     def failure_budget(self) -> FailureBudget:
         """Ends a run that cannot learn."""
-        return FailureBudget.of(self._job.rollout)
+        return FailureBudget.of(self.job.rollout)
 
     def _trained_samples(self, layout: Layout) -> TrainedSamples | None:
-        if not logs_samples(self._job, layout):
+        if not logs_samples(self.job, layout):
             return None
-        log_bytes = self._job.tracking.sample_log_bytes
-        return TrainedSamples(SampleLog(RunFolder(self._run_dir).samples), layout.data_rank, log_bytes)
+        log_bytes = self.job.tracking.sample_log_bytes
+        return TrainedSamples(SampleLog(RunFolder(self.run_dir).samples), layout.data_rank, log_bytes)
 
 
 def schedule_of(job: Job, num_steps: int | None = None) -> JobSchedule:

@@ -202,7 +202,7 @@ class Publisher:
 
     def __init__(
         self,
-        ranks: RankGroup,
+        ranks: RankGroup[RankWorker],
         services: Sequence[RolloutClient],
         transport: Transport,
         config: PublishSection,

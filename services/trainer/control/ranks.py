@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
@@ -22,7 +22,7 @@ from headrace.rpc.log import log
 from headrace.rpc.tls import tls_of
 from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control.channel import Answer, Channel, Order
-from services.trainer.control.worker import RankWorker, commands
+from services.trainer.control.worker import Command, RankWorker, commands
 from services.trainer.data.buffer import TrainingRecord
 from services.trainer.data.samples import SkippedSamples
 from services.trainer.durable import retry_while_full
@@ -35,6 +35,16 @@ from services.trainer.state import TrainState
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Worker(Protocol):
+    """What a rank runs: its other commands are marked as well."""
+
+    def leave(self) -> None:
+        """The last command."""
+
+
+W = TypeVar("W", bound=Worker)
 
 _FAIL_ALIKE = (RankWorker.save.__name__, RankWorker.export.__name__)
 """Commands whose HeadraceErrors are raised on all ranks: rank 0 has them too, and decides."""
@@ -80,36 +90,36 @@ async def open_channel(layout: Layout, compute: ThreadPoolExecutor) -> Channel:
     return channel
 
 
-class RankGroup:
+class RankGroup(Generic[W]):
     """Lives on rank 0. The compute thread executes, so the event loop answers in the middle of a step.
 
     `ranks.call(RankWorker.prefetch, samples)`: the method's signature is the command's.
     """
 
-    def __init__(self, channel: Channel, worker: RankWorker, compute: ThreadPoolExecutor) -> None:
+    def __init__(self, channel: Channel, worker: W, compute: ThreadPoolExecutor, kind: type[W] | None = None) -> None:
+        """`kind`: the class whose methods are the commands; None: RankWorker."""
         self._channel = channel
         self._worker = worker
         self._compute = compute
+        self._commands = commands(kind or RankWorker)
         self._number = 0
 
-    def call(
-        self, method: Callable[Concatenate[RankWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> asyncio.Future[R]:
+    def call(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
         """Rank 0's own result. The others start before it does, and only collectives inside keep them in step."""
         return self._order(False, method, args, kwargs)
 
     def ask(
-        self, method: Callable[Concatenate[RankWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[asyncio.Future[R]]:
         """The result of every rank, by rank."""
         own = self._order(True, method, args, kwargs)
-        others: list[asyncio.Future[R]] = self._channel.expect(self._number, commands()[method.__name__].result_of)
+        others: list[asyncio.Future[R]] = self._channel.expect(self._number, self._commands[method.__name__].result_of)
         return [own, *others]
 
     async def gather(
         self,
         deadline_seconds: float,
-        method: Callable[Concatenate[RankWorker, P], R | None],
+        method: Callable[Concatenate[W, P], R | None],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
@@ -131,7 +141,7 @@ class RankGroup:
         number, name = self._number, method.__name__
 
         def work() -> R:  # arguments may be large: they are packed here
-            self._channel.send(Order(number, name, commands()[name].pack(args, kwargs), wants_answer))
+            self._channel.send(Order(number, name, self._commands[name].pack(args, kwargs), wants_answer))
             result: R = getattr(self._worker, name)(*args, **kwargs)
             return result
 
@@ -153,16 +163,18 @@ async def results_of(
     return [result for answer in answers if (result := answer.result()) is not None]
 
 
-async def follow(channel: Channel, worker: RankWorker, compute: ThreadPoolExecutor) -> None:
+async def follow(
+    channel: Channel, worker: Worker, compute: ThreadPoolExecutor, kind: type[Worker] = RankWorker
+) -> None:
     """Follows rank 0's orders until it says `leave`."""
     loop, order = asyncio.get_running_loop(), None
-    while order is None or order.method != RankWorker.leave.__name__:
+    while order is None or order.method != Worker.leave.__name__:
         order = await channel.next_order()
-        await loop.run_in_executor(compute, _obey, channel, worker, order)
+        await loop.run_in_executor(compute, _obey, channel, worker, commands(kind), order)
 
 
-def _obey(channel: Channel, worker: RankWorker, order: Order) -> None:
-    if (command := commands().get(order.method)) is None:
+def _obey(channel: Channel, worker: Worker, known: Mapping[str, Command], order: Order) -> None:
+    if (command := known.get(order.method)) is None:
         raise Internal(f"rank 0 asks for {order.method!r}, which no rank does: start all ranks with the same headrace")
     result = None
     try:
@@ -184,7 +196,7 @@ class TrainerRanks:
 
     def __init__(
         self,
-        group: RankGroup,
+        group: RankGroup[RankWorker],
         engines: Engines,
         console: TrainerConsole,
         run_dir: Path,

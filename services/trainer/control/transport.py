@@ -244,7 +244,7 @@ class Changed:
 class Changes:
     """What to send instead of the whole, where the run wants that and all rollout services have its base."""
 
-    def __init__(self, ranks: RankGroup, *, seconds: float, is_wanted: bool) -> None:
+    def __init__(self, ranks: RankGroup[RankWorker], *, seconds: float, is_wanted: bool) -> None:
         self._ranks = ranks
         self._seconds = seconds
         self._is_wanted = is_wanted
@@ -295,7 +295,7 @@ class SentByAll:
 
 
 async def send_weights(
-    ranks: RankGroup,
+    ranks: RankGroup[RankWorker],
     publication_id: str,
     world_sizes: Mapping[int, int],
     *,
@@ -350,7 +350,9 @@ _MOST_DELTAS = 32
 class CollectiveTransport:
     """Senders broadcast to the engines. With `keeps` they copy what is served into host memory, to send it again."""
 
-    def __init__(self, ranks: RankGroup, *, seconds: float, keeps: bool, sends_deltas: bool = False) -> None:
+    def __init__(
+        self, ranks: RankGroup[RankWorker], *, seconds: float, keeps: bool, sends_deltas: bool = False
+    ) -> None:
         self._ranks = ranks
         self._changes = Changes(ranks, seconds=seconds, is_wanted=sends_deltas)
         self._changed: Changed | None = None
@@ -483,7 +485,7 @@ class DiskTransport:
 
     def __init__(
         self,
-        ranks: RankGroup,
+        ranks: RankGroup[RankWorker],
         root: Path,
         devices: Devices,
         *,
@@ -656,7 +658,7 @@ class LoadedFirst:
     Only where they differ does the `other` transport bring them, as it brings all later ones.
     """
 
-    def __init__(self, ranks: RankGroup, other: Transport, *, seconds: float) -> None:
+    def __init__(self, ranks: RankGroup[RankWorker], other: Transport, *, seconds: float) -> None:
         self._ranks = ranks
         self._other = other
         self._seconds = seconds
@@ -697,7 +699,7 @@ class LoadedFirst:
 
 def transport_of(
     config: PublishSection,
-    ranks: RankGroup,
+    ranks: RankGroup[RankWorker],
     root: Path,
     *,
     hashes: bool,

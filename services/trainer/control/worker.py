@@ -1,6 +1,6 @@
 """Carries out rank 0's commands. Runs in the rank's compute thread, never on its event loop.
 
-Every rank runs the same commands in one order. A command is a method of `RankWorker` that is marked; its name and its
+Every rank runs the same commands in one order. A command is a method of the worker that is marked; its name and its
 arguments travel as MessagePack, typed by its signature, and nothing else is carried out.
 """
 
@@ -189,6 +189,6 @@ class Command:
 
 
 @cache
-def commands() -> Mapping[str, Command]:
-    """All that rank 0 can ask for, by name."""
-    return {name: Command(method) for name, method in vars(RankWorker).items() if hasattr(method, "is_command")}
+def commands(worker: type) -> Mapping[str, Command]:
+    """All that rank 0 can ask such a worker for, by name."""
+    return {name: Command(method) for name, method in vars(worker).items() if hasattr(method, "is_command")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.job.megatron import MegatronArgs
-from headrace.models.architecture import Architecture
+from headrace.models.architecture import Architecture, Vision
 from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.megatron.gpt import ImagePlaces, ModelProvider, build_stages, transformer_config
@@ -85,23 +86,20 @@ class RankModel:
 
 
 _KEPT_BYTES = 256 << 20
-_TOWER = "visual."
-"""The names of its tensors begin with it."""
 
 
 class FrozenTower:
-    """The vision tower of a Hugging Face folder. Embeddings of the latest images are kept: they never change."""
+    """The vision tower of a Hugging Face folder. Features of the latest images are kept: they never change."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        from transformers import AutoConfig
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+    def __init__(self, folder: Path, vision: Vision, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoConfig, AutoModel
 
         source = HfFolder(folder)
         config = AutoConfig.from_pretrained(str(folder)).vision_config
         config._attn_implementation = "sdpa"
-        self._model = Qwen2_5_VisionTransformerPretrainedModel(config)
-        names = [name for name in source.names if name.startswith(_TOWER)]
-        weights = {name.removeprefix(_TOWER): source.tensor(name) for name in names}
+        self._model = AutoModel.from_config(config)
+        names = [name for name in source.names if name.startswith(vision.tower)]
+        weights = {name.removeprefix(vision.tower): source.tensor(name) for name in names}
         try:
             self._model.load_state_dict(weights, strict=True)
         except RuntimeError as error:
@@ -109,19 +107,21 @@ class FrozenTower:
         for parameter in self._model.parameters():  # and not the rotary frequencies, which stay float32
             parameter.data = parameter.data.to(dtype)
         self._model.to(device).eval().requires_grad_(requires_grad=False)
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._deepstack = device, dtype, vision.deepstack
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @torch.no_grad()
     def __call__(self, images: Sequence[SampleImages]) -> Tensor:
-        return torch.cat([self._embedded(each) for each in images])
+        return torch.cat([self._features(each) for each in images], dim=1)
 
-    def _embedded(self, images: SampleImages) -> Tensor:
+    def _features(self, images: SampleImages) -> Tensor:
         key = images.digest
         if (found := self._kept.get(key)) is None:
             pixels = torch.from_numpy(images.pixels.copy()).to(self._device, self._dtype)
             grids = torch.from_numpy(images.grids.copy()).to(self._device)
-            found = self._kept[key] = self._model(pixels, grid_thw=grids).pooler_output
+            output = self._model(pixels, grid_thw=grids)
+            levels = output.deepstack_features if self._deepstack else ()
+            found = self._kept[key] = torch.stack([output.pooler_output, *levels])
             while sum(each.nbytes for each in self._kept.values()) > _KEPT_BYTES and len(self._kept) > 1:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -131,10 +131,8 @@ class FrozenTower:
 def image_places(
     model: RankModel, architecture: Architecture, hf_checkpoint: Path, layout: Layout
 ) -> ImagePlaces | None:
-    """The tower of `hf_checkpoint` on ranks of the first stage; None for a model of text alone."""
-    if architecture.vision is None:
+    """The tower of `hf_checkpoint`, and where its features go; None for a model of text alone."""
+    if (vision := architecture.vision) is None:
         return None
-    tower = None
-    if layout.is_first_stage:
-        tower = FrozenTower(hf_checkpoint, model.config.params_dtype, layout.device)
-    return ImagePlaces(model.stages, architecture.vision, tower, layout)
+    tower = partial(FrozenTower, hf_checkpoint, vision, model.config.params_dtype, layout.device)
+    return ImagePlaces(model.stages, vision, tower, layout)

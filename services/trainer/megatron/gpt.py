@@ -17,15 +17,17 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
 
 from headrace.errors import ConfigError
 from headrace.job.megatron import MegatronArgs
 from headrace.job.model import check_layout, megatron_fields
-from headrace.models.architecture import Architecture, Llama3Rope, Vision, YarnRope
+from headrace.models.architecture import Architecture, LinearRope, Llama3Rope, Vision, YarnRope
 from services.trainer.megatron.configs import made
 from services.trainer.megatron.layers import SegmentedRow, has_transformer_engine, layer_specs, with_segment_attention
 from services.trainer.megatron.linear_attention import with_linear_attention
 from services.trainer.megatron.parallel import Layout
+from services.trainer.megatron.routing_replay import SecondPasses
 from services.trainer.plan.rows import NOBODY, Packing, RowImages, SampleImages
 
 
@@ -68,8 +70,8 @@ class RotaryAtPositions(nn.Module):
     def __init__(self, rotary: Any) -> None:
         super().__init__()
         self._rotary = rotary
-        self.axes: Callable[[], tuple[Tensor, Sequence[int]] | None] = lambda: None
-        """The next rows' positions [3, B, S], and how many frequencies turn with each axis; None: plain."""
+        self.axes: Callable[[], Tensor | None] = lambda: None
+        """The next rows' positions [frequencies, B, S], each frequency's on its own axis; None: plain."""
 
     def get_rotary_seq_len(self, *arguments: Any, **named: Any) -> int | Tensor:
         """The row's length, or its positions [T]."""
@@ -82,18 +84,17 @@ class RotaryAtPositions(nn.Module):
     def forward(self, length: int | Tensor, **named: Any) -> Any:
         """Angles [length, 1, 1, d], or [T, 1, 1, d] at the positions; Yarn's scale comes with them."""
         if (found := self.axes()) is not None:
-            return self._at_axes(*found, **named)
+            return self._at_axes(found, **named)
         if isinstance(length, int):
             return self._rotary(length, **named)
         angles = self._rotary(int(length.max()) + 1, **named)
         return (angles[0][length], angles[1]) if isinstance(angles, tuple) else angles[length]
 
-    def _at_axes(self, axes: Tensor, sections: Sequence[int], **named: Any) -> Tensor:
-        """Angles [S, B, 1, d]: each frequency, in both halves of d, turns with the place on its own axis."""
-        angles = self._rotary(int(axes.max()) + 1, **named)[:, 0, 0]
-        halves = angles[axes].chunk(2, dim=-1)
-        parts = [half.split(tuple(sections), dim=-1)[axis][axis] for half in halves for axis in range(len(sections))]
-        return torch.cat(parts, dim=-1).transpose(0, 1)[:, :, None]
+    def _at_axes(self, axes: Tensor, **named: Any) -> Tensor:
+        """Angles [S, B, 1, d]: each frequency is in both halves of d."""
+        angles: Tensor = self._rotary(int(axes.max()) + 1, **named)[:, 0, 0]
+        both = axes.repeat(2, 1, 1).transpose(0, 2)
+        return angles.gather(0, both.flatten(0, 1)).view(*both.shape)[:, :, None]
 
 
 ModelProvider = Callable[[bool, bool, int | None, Callable[[], GPTModel]], GPTModel]
@@ -132,7 +133,7 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
         "recompute_granularity": "selective" if args.recompute_activations else None,
         "attention_softmax_in_fp32": True,
         "masked_softmax_fusion": not on_cpu,
-        # Megatron's fused kernel clamps before it adds the bias.
+        # Megatron's fused kernel clamps before it adds the bias, and it has no GELU of that form.
         "bias_activation_fusion": not on_cpu and architecture.swiglu and architecture.swiglu_limit is None,
         "bias_dropout_fusion": not on_cpu and not architecture.add_bias_linear,  # grouped experts refuse it
         "apply_rope_fusion": False,
@@ -154,12 +155,6 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
             "--num-virtual-stages-per-pipeline-rank"
         )
     return config
-
-
-def _activation(architecture: Architecture) -> Any:
-    if not architecture.swiglu:
-        return squared_relu
-    return torch.nn.functional.silu if architecture.swiglu_limit is None else quick_gelu
 
 
 def build_stages(
@@ -199,7 +194,7 @@ def _stage(
         spec = with_linear_attention(spec, architecture.linear_attention)
     if uses_segment_attention(layout, packing):
         spec = with_segment_attention(spec)
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=architecture.vocab_size,
@@ -213,8 +208,25 @@ def _stage(
         rotary_base=architecture.rotary_base,
         rope_scaling=isinstance(architecture.rope_scaling, Llama3Rope),
         rope_scaling_factor=_rope_factor(architecture),
+        seq_len_interpolation_factor=rope.factor if isinstance(rope := architecture.rope_scaling, LinearRope) else None,
         vp_stage=virtual,
     )
+    if architecture.scaled_embeddings and is_first:
+        model.embedding.word_embeddings.register_forward_hook(scale_embeddings)
+    return model
+
+
+def scale_embeddings(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+    """Times the root of their size, in float32 and then in their type, as transformers rounds it."""
+    return embedded * torch.tensor(embedded.shape[-1] ** 0.5).to(embedded.dtype)
+
+
+def _activation(architecture: Architecture) -> Any:
+    if architecture.swiglu_limit is not None:
+        return quick_gelu
+    if architecture.squared_relu:
+        return squared_relu
+    return silu if architecture.swiglu else partial(gelu, approximate="tanh")
 
 
 def in_dtype(model: GPTModel, dtype: torch.dtype) -> GPTModel:
@@ -262,42 +274,62 @@ def _require_whole_latents(architecture: Architecture, config: TransformerConfig
         )
 
 
+Shown = tuple[Tensor, Tensor]
+"""The slots of rows [S, B], and what the tower made of their images."""
 Tower = Callable[[Sequence[SampleImages]], Tensor]
-"""[embeddings of all images, H], without gradients."""
+"""[1 + deepstack, embeddings of all images, H], without gradients: the embeddings, then what early layers add."""
 
 
 class ImagePlaces:
     """Puts the images of a micro-batch into a model's passes. `enter` says which micro-batch comes next.
 
-    `tower` is None on ranks without the first stage.
+    `tower` makes the tower on ranks that have the embedding, or a layer that its features are added behind.
     """
 
-    def __init__(self, stages: Sequence[GPTModel], vision: Vision, tower: Tower | None, layout: Layout) -> None:
-        self._sections = tuple(vision.rotary_sections)
-        self._tower = tower
+    def __init__(self, stages: Sequence[GPTModel], vision: Vision, tower: Callable[[], Tower], layout: Layout) -> None:
+        self._rotary_axes = list(vision.rotary_axes)
         self._layout = layout
-        self._current: RowImages | None = None
+        self._axes: Tensor | None = None
+        self._shown: Shown | None = None
+        self._tower: Tower | None = None
+        hooked = [stage.embedding for stage in stages if stage.pre_process]
         for stage in stages:
             for module in stage.modules():
                 if isinstance(module, RotaryAtPositions):
-                    module.axes = self._axes
+                    module.axes = lambda: self._axes
             if stage.pre_process:
                 stage.embedding.register_forward_hook(self._put)
+            for layer in stage.decoder.layers:
+                if layer.layer_number <= vision.deepstack:
+                    layer.register_forward_hook(partial(self._add, SecondPasses()))
+                    hooked.append(layer)
+        if hooked:
+            self._tower = tower()
 
     def enter(self, images: RowImages | None) -> None:
         """The next forward pass is of this micro-batch; None: of text alone."""
-        self._current = images
-
-    def _axes(self) -> tuple[Tensor, Sequence[int]] | None:
-        return None if self._current is None else (self._current.axes, self._sections)
+        self._axes = None if images is None else images.axes[self._rotary_axes]
+        self._shown = None
+        if images is not None and images.images and self._tower is not None:
+            self._shown = images.slots.transpose(0, 1), self._tower(images.images)
 
     def _put(self, module: torch.nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
         """[S, B, H], or this tensor rank's part of S with sequence parallelism."""
-        current = self._current
-        if current is None or not current.images or self._tower is None:
+        if self._shown is None:
             return embedded
-        slots = current.slots.transpose(0, 1)
-        if len(slots) != len(embedded):
+        slots, features = self._at(0, self._shown, embedded)
+        return torch.where(slots == NOBODY, embedded, features)
+
+    def _add(self, passes: SecondPasses[Shown | None], layer: Any, inputs: Any, output: Any) -> Any:
+        """Behind a layer, whose output is its hidden states, and a context."""
+        if (shown := passes.first(self._shown, trains=layer.training)) is None:
+            return output
+        hidden, *others = output
+        slots, features = self._at(layer.layer_number, shown, hidden)
+        return (torch.where(slots == NOBODY, hidden, hidden + features), *others)
+
+    def _at(self, level: int, shown: Shown, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        slots, features = shown
+        if len(slots) != len(hidden):
             slots = slots.chunk(self._layout.tp_size)[self._layout.tp_rank]
-        features = self._tower(current.images).to(embedded.dtype)
-        return torch.where((slots == NOBODY)[..., None], embedded, features[slots.clamp(min=0)])
+        return slots[..., None], features[level].to(hidden.dtype)[slots.clamp(min=0)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -25,6 +25,7 @@ from services.trainer.plan.rows import FREE, ExpertChoices
 
 Routing = Literal["free", "record", "replay"]
 TopK = Callable[..., tuple[Tensor, Tensor]]
+T = TypeVar("T")
 
 
 class RoutingReplay:
@@ -55,13 +56,28 @@ class RoutingReplay:
         self.choices = choices
 
 
+class SecondPasses(Generic[T]):
+    """Remembers what belongs to the micro-batches that a layer has seen without gradients, until it is recomputed."""
+
+    def __init__(self) -> None:
+        self._to_recompute: deque[T] = deque()
+
+    def first(self, current: T, *, trains: bool) -> T:
+        """Returns `current`, and in a second pass what it was in the first."""
+        if trains and not torch.is_grad_enabled():
+            self._to_recompute.append(current)
+        elif self._to_recompute:
+            return self._to_recompute.popleft()
+        return current
+
+
 class RouterOfLayer:
     """Gives a layer's router the recorded choices in place of its best scores."""
 
     def __init__(self, layer: int, replay: RoutingReplay) -> None:
         self._layer = layer
         self._replay = replay
-        self._to_recompute: deque[ExpertChoices] = deque()
+        self._passes = SecondPasses[ExpertChoices]()
         self.layer_number = layer  # Megatron-core 0.19 sets it
 
     def get_replay_topk(
@@ -84,19 +100,13 @@ class RouterOfLayer:
                 return self._replayed(scores, best)
 
     def _replayed(self, scores: Tensor, best: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        known = self._of_this_pass().by_layer.get(self._layer)
+        choices = self._passes.first(self._replay.choices, trains=self._replay.trains)
+        known = choices.by_layer.get(self._layer)
         if known is None:
             return best
         known = _share(known, len(scores), self._replay.tp_rank)
         chosen = torch.where(known[:, :1] == FREE, best[1], known)
         return scores.gather(1, chosen), chosen
-
-    def _of_this_pass(self) -> ExpertChoices:
-        if self._replay.trains and not torch.is_grad_enabled():
-            self._to_recompute.append(self._replay.choices)
-        elif self._to_recompute:
-            return self._to_recompute.popleft()
-        return self._replay.choices
 
 
 def _share(known: Tensor, tokens: int, tp_rank: int) -> Tensor:

@@ -215,7 +215,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
     args, architecture = megatron(job.megatron), read_architecture(job.model.hf_checkpoint)
     if wrong := contradictions(architecture, args):
         raise ConfigError("; ".join(wrong))
-    model, adapters = _model(job, architecture, args, layout)
+    model, adapters = model_of(job, architecture, args, layout)
     chunks = wrap_for_data_parallel(model.config, args, model.stages)
     optimizer = Optimizer(args, chunks, _policy_steps(job))
     stopwatch = Stopwatch(layout.device)
@@ -292,7 +292,7 @@ def critic_of(job: Job, layout: Layout, stopwatch: Stopwatch) -> Critic:
     )
 
 
-def _model(
+def model_of(
     job: Job, architecture: Architecture, args: MegatronArgs, layout: Layout
 ) -> tuple[RankModel, Adapters | None]:
     """The model with the weights that the run begins with; parameters that are not trained are frozen."""

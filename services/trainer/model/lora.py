@@ -147,7 +147,7 @@ class Adapter(nn.Module):
         self.parts = nn.ModuleList(part or nn.Identity() for part in parts)
         self._sharding = sharding
         self._sizes = sizes
-        self._scale = scale
+        self.scale = scale
         self._dropout = dropout
         self._exchange = exchange
 
@@ -173,7 +173,7 @@ class Adapter(nn.Module):
             like.new_zeros(*like.shape[:-1], size) if output is None else output
             for output, size in zip(outputs, self._sizes, strict=True)
         ]
-        return arranged(self._sharding, whole) * self._scale
+        return arranged(self._sharding, whole) * self.scale
 
 
 def arranged(sharding: Sharding, parts: Sequence[Tensor]) -> Tensor:
@@ -266,8 +266,9 @@ class InitialPairs:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_LAYERS, _BESIDE_A_TOWER = "model.layers.", "model.language_model.layers."
-_TOWER = r".*visual\..*"
+_LAYERS, _BESIDE_A_TOWER = ("model.layers.", "language_model.model.layers."), "model.language_model.layers."
+_TOWERS = ("visual.", "vision_tower.")
+_WITHOUT_TOWERS = r".*(visual|vision_tower)\..*"
 """peft's pattern of modules without adapters"""
 _LARGEST_CONFIG = 1 << 20
 _SHOWN = 3
@@ -378,9 +379,9 @@ def peft_names(weight: HfTensor, architecture: Architecture, words: Sequence[str
 
 def _peft_name(key: str, architecture: Architecture) -> str:
     """Has the name of transformers' module, which differs from the checkpoint's for a decoder beside a vision tower."""
-    if architecture.vision is not None and key.startswith(_LAYERS):
-        key = _BESIDE_A_TOWER + key.removeprefix(_LAYERS)
-    return _PREFIX + key
+    alone, beside = _LAYERS
+    layers = alone if architecture.vision is not None else beside
+    return _PREFIX + (_BESIDE_A_TOWER + key.removeprefix(layers) if key.startswith(layers) else key)
 
 
 def write_peft(
@@ -400,7 +401,7 @@ def write_peft(
         all_a.chunk(weight.slots)[weight.slot].copy_(a)
         all_b.unflatten(-1, (-1, weight.slots))[..., weight.slot] = b
     config = _peft_config(base, lora, layers)
-    without = {"exclude_modules": _TOWER} if any("visual." in name for name in architecture.kept) else {}
+    without = {"exclude_modules": _WITHOUT_TOWERS} if any(name.endswith(_TOWERS) for name in architecture.kept) else {}
     with new_folder(folder) as draft:
         write_tensors(draft / WEIGHTS, tensors, {"format": "pt"})
         (draft / CONFIG).write_text(json.dumps(config | without, indent=2))
@@ -454,12 +455,7 @@ class Adapters:
 
     def wholes(self, layout: Layout) -> dict[str, Tensor]:
         """Collective over tensor ranks: this stage's whole matrices by their names in peft's file; none of experts."""
-        return {
-            self.peft_name(shard.key): merge(
-                shard.sharding, gathered(shard.parameter.detach(), layout.tp_group, shard.num_shards)
-            )[0].contiguous()
-            for shard in self.shards
-        }
+        return {self.peft_name(shard.key): whole_of(shard, shard.parameter.detach(), layout) for shard in self.shards}
 
     def whole_specs(self) -> list[TensorSpec]:
         """What `wholes` returns. Moves nothing."""
@@ -484,6 +480,11 @@ class Adapters:
             for key, parameter in self.weights().items():
                 if key.endswith(".lora_B.weight"):
                     parameter.zero_()
+
+
+def whole_of(shard: ModelShard, own: Tensor, layout: Layout) -> Tensor:
+    """Collective over tensor ranks: all ranks' `own`, which lie as the shard's parameter does. None of experts."""
+    return merge(shard.sharding, gathered(own, layout.tp_group, shard.num_shards))[0].contiguous()
 
 
 def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: LoraSection, seed: int) -> Adapters:

@@ -112,12 +112,15 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
 
 
 class Runner:
-    """Feeds a model and hands its output (hidden states on the last stage) to a function."""
+    """Feeds a model and hands its output (hidden states on the last stage) to a function.
+
+    Chunks that nothing wraps keep their gradients to themselves: they are sums over this rank's samples.
+    """
 
     def __init__(
         self,
         config: TransformerConfig,
-        chunks: Sequence[DistributedDataParallel],
+        chunks: Sequence[DistributedDataParallel] | Sequence[GPTModel],
         layout: Layout,
         packing: Packing,
         stopwatch: Stopwatch,
@@ -125,7 +128,8 @@ class Runner:
         replay: RoutingReplay | None = None,
         images: ImagePlaces | None = None,
     ) -> None:
-        config.finalize_model_grads_func = finalize_model_grads
+        self._wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+        config.finalize_model_grads_func = finalize_model_grads if self._wrapped else None
         config.no_sync_func = self._no_sync
         self._chunks = list(chunks)
         self._layout = layout
@@ -144,7 +148,7 @@ class Runner:
         The other values are returned for every micro-batch; [] except on last-stage ranks.
         """
         # Megatron divides by the number of micro-batches and averages over data ranks; our weights did both.
-        scale = len(inputs) * self._layout.dp_size
+        scale = len(inputs) * (self._layout.dp_size if self._wrapped else 1)
 
         def scaled(number: int, output: Tensor) -> tuple[Tensor, Any]:
             value, extra = loss(number, output)
@@ -199,7 +203,7 @@ class Runner:
     def _no_sync(self) -> Iterator[None]:
         """Gradients are not reduced inside: not before the last micro-batch."""
         with ExitStack() as stack:
-            for chunk in self._chunks:
+            for chunk in self._wrapped:
                 stack.enter_context(chunk.no_sync())
             yield
 

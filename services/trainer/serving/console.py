@@ -107,8 +107,9 @@ class TrainerConsole:
         self._requests = Requests()
         self._running = asyncio.Event()
         self._running.set()
-        self._stopping = False
+        self._stopped = asyncio.Event()
         self._leaving = False
+        self._has_steps = True
         self._verdict: str | None = None
         self._waiting_since = 0.0
         self._ended = False
@@ -135,7 +136,7 @@ class TrainerConsole:
     @property
     def stopping(self) -> bool:
         """True once the run is to end."""
-        return self._stopping
+        return self._stopped.is_set()
 
     @property
     def leaving(self) -> bool:
@@ -168,6 +169,16 @@ class TrainerConsole:
         self._ranks = ranks
         self._status.step = step
         self._status.world_size = world_size
+
+    def open_without_steps(self, world_size: int) -> None:
+        """The ranks are up, and carry out what clients of Tinker's API ask for."""
+        self._has_steps = False
+        self._status.world_size = world_size
+        self._status.phase, self._waiting_since = pb.PHASE_WAITING, time.monotonic()
+
+    async def until_stopped(self) -> None:
+        """Returns once the run is to end."""
+        await self._stopped.wait()
 
     def finished(self, error: str | None = None) -> None:
         """The run is over; watchers of progress are let go."""
@@ -208,7 +219,7 @@ class TrainerConsole:
                     await self._running.wait()
                     await self._serve(state)
         self._status.phase, self._waiting_since = pb.PHASE_WAITING, time.monotonic()
-        return not self._stopping
+        return not self.stopping
 
     async def evaluate(self, state: TrainState) -> None:
         """Starts an evaluation if one is due; what it finds is reported with the step that was trained last."""
@@ -236,6 +247,8 @@ class TrainerConsole:
         """
         if self._ended:
             raise self._gone()
+        if not self._has_steps:
+            raise FailedPrecondition("this run has no steps: clients of Tinker's API save and load their own models")
         done = self._requests.add(action)
         if not self._running.is_set():
             self._running.set()  # wake the paused loop to serve it; it holds again at once
@@ -252,7 +265,7 @@ class TrainerConsole:
 
     def stop(self) -> None:
         """Ends the run before the next step."""
-        self._stopping = True
+        self._stopped.set()
         self._evaluations.stop("the run was stopped")
         self._running.set()
 

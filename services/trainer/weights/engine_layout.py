@@ -113,7 +113,11 @@ _FUSED = {
 
 
 def engine_name(hf_name: str) -> str:
-    """model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn.qkv_proj.weight; others as they are."""
+    """model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn.qkv_proj.weight; others as they are.
+
+    A decoder beside a vision tower (model.language_model) has the names of a model of text alone.
+    """
+    hf_name = hf_name.replace("model.language_model.", "model.", 1)
     if expert := _EXPERT.search(hf_name):
         return hf_name[: expert.start()] + _STACKED[expert[1]] + (expert[2] or "")
     return ".".join(_FUSED.get(part, part) for part in hf_name.split("."))

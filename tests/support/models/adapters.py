@@ -95,6 +95,6 @@ def view_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 def _called(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """A decoder beside a vision tower is the model's own in a model of text alone."""
-    alone = name.replace("model.language_model.", "model.", 1)
+    alone = name.replace("language_model.model.", "model.", 1).replace("model.language_model.", "model.", 1)
     beside = alone.replace("model.", "model.language_model.", 1)
     return next(tensors[each] for each in (name, alone, beside) if each in tensors)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.models.tiny_model import make_tiny_tokenizer
@@ -74,6 +75,18 @@ _GPT_OSS = {
 # As it is published: transformers would write the frequencies of both kinds of layers, which SGLang does not read.
 _OLMO3_ROPE = {"rope_theta": 500000.0, "rope_scaling": {n: v for n, v in _STRETCHED.items() if n != "rope_theta"}}
 _OLMO3 = _OLMO3_ROPE | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+# √hidden_size is no whole number, and attention is not scaled by 1 / √head_dim.
+_GEMMA3 = {
+    "hidden_size": 48,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+    },
+}
 # Published with names that transformers reads and does not write, of what SGLang asks for.
 _MINIMAX_M2 = {
     "head_dim": 32,
@@ -116,6 +129,16 @@ _TOWER = {
     "patch_size": 4,
 }
 """The vision tower that Qwen3.5 is published with."""
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+"""And Gemma 3's."""
 _SHARED_EXPERT = {
     "moe_intermediate_size": 48,
     "num_experts": 4,
@@ -194,6 +217,8 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         | _SIGMOID_EXPERTS
         | {"hybrid_override_pattern": "ME*E", "moe_shared_expert_intermediate_size": 80, "n_shared_experts": 1},
     ),
+    "gemma3_text": ("gemma3_text", _GEMMA3),
+    "gemma3": ("gemma3", _GEMMA3),
 }
 """transformers' model_type and the shape. Kimi K2 is DeepSeek V3's model under another name."""
 FAMILIES = tuple(_FAMILIES)
@@ -216,6 +241,8 @@ def make_tiny(
         _rewrite(folder, _readable)
     if family == "olmo3":
         _rewrite(folder, lambda config: {n: v for n, v in config.items() if n != "rope_parameters"} | _OLMO3_ROPE)
+    if family == "gemma3":
+        _name_tower(folder)
     return folder
 
 
@@ -232,11 +259,12 @@ def _readable(config: dict[str, Any]) -> dict[str, Any]:
 
 def _config(family: str, *, tied: bool, num_layers: int, **shape: Any) -> Any:
     model_type, particular = _FAMILIES[family]
+    tied = tied or family == "gemma3"  # as every one is published
     rope = {"rope_parameters": _LLAMA3_ROPE} if family == "llama" and not tied else {}
     chosen = {"tie_word_embeddings": tied, "num_hidden_layers": num_layers} | rope | shape
     values = _SHAPE | dict(particular) | chosen
-    if model_type.startswith("qwen3_5"):
-        values = {"text_config": values, "vision_config": _TOWER, "tie_word_embeddings": tied}
+    if tower := _SIGLIP if model_type == "gemma3" else _TOWER if model_type.startswith("qwen3_5") else None:
+        values = {"text_config": values, "vision_config": tower, "tie_word_embeddings": tied}
     return CONFIG_MAPPING[model_type](**values)
 
 
@@ -244,11 +272,20 @@ def _shake(model: Any) -> None:
     """Norms are ones, and biases and router biases zeros otherwise, which hides mix-ups."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith("_bias"):
+            if parameter.ndim == 1 or name.endswith(("_bias", "_projection_weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
+
+
+def _name_tower(folder: Path) -> None:
+    """As it is published, and as SGLang reads it; transformers 5 writes shorter names."""
+    short, whole = "vision_tower.", "vision_tower.vision_model."
+    for file in folder.glob("*.safetensors"):
+        save_file({n.replace(short, whole): t for n, t in load_file(file).items()}, file, {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(short, whole))
 
 
 def _rewrite(folder: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

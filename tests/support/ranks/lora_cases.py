@@ -40,12 +40,13 @@ class LoraCase(RankCase):
         },
     }
 
-    images: bool = False
+    patch_values: int | None = None
+    """Of the samples' images; None: they have none."""
 
     @property
     def batch(self) -> list[Sample]:
         """What is trained."""
-        return vision_cases.samples() if self.images else samples(0)
+        return samples(0) if self.patch_values is None else vision_cases.samples(self.patch_values)
 
     def run(self) -> None:
         import torch.distributed as dist

@@ -20,6 +20,8 @@ from tests.support.ranks.ranks import RankCase, Sections
 
 TEXT_TOKENS = 300
 """Ids below are text."""
+PATCH_VALUES = 1176
+"""Qwen2.5-VL's"""
 VISION_START, VISION_END, IMAGE = 300, 301, 302
 _GROUPS = (([(4, 6)], 3), ([(4, 4), (8, 4)], 2), ([], 2))
 """The images of a group's prompt, in patches, and how many samples it has."""
@@ -35,13 +37,16 @@ class VisionCase(RankCase):
         "megatron": {"lr": 1e-2, "adam_eps": 1e-3},
     }
 
+    patch_values: int = PATCH_VALUES
+
     def run(self) -> None:
         import torch.distributed as dist
 
+        batch = samples(self.patch_values)
         policy, layout = self.policy()
         policy.export(self.out / "initial")
         self._write_log_probs(policy, layout, "log_probs.json")
-        found = train_once(policy, 0, samples())
+        found = train_once(policy, 0, batch)
         policy.export(self.out / "trained")
         self._write_log_probs(policy, layout, "log_probs_after.json")
         if layout.rank == 0:
@@ -49,12 +54,12 @@ class VisionCase(RankCase):
         dist.barrier()
 
     def _write_log_probs(self, policy: Any, layout: Any, name: str) -> None:
-        found = policy.log_probs(samples())
+        found = policy.log_probs(samples(self.patch_values))
         if layout.is_last_stage and layout.is_reporting_rank:
             (self.out / name).write_text(json.dumps([row.tolist() for row in found]))
 
 
-def samples() -> list[Sample]:
+def samples(patch_values: int = PATCH_VALUES) -> list[Sample]:
     """Groups of one image, of two, and of text alone."""
     random = np.random.default_rng(11)
     found = []
@@ -66,7 +71,7 @@ def samples() -> list[Sample]:
         columns = {}
         if grids:
             num_patches = sum(height * width for height, width in grids)
-            columns[PIXEL_VALUES] = random.normal(size=(num_patches, 1176)).astype(np.float32)
+            columns[PIXEL_VALUES] = random.normal(size=(num_patches, patch_values)).astype(np.float32)
             columns[IMAGE_GRIDS] = np.array([[1, *grid] for grid in grids])
         for index in range(size):
             response = random.integers(3, TEXT_TOKENS, int(random.integers(2, 9)))

@@ -179,6 +179,11 @@ stray => stray
     save_debug_rollout_data again/{rollout_id} load_debug_rollout_data
 --agent-function-path agents.run --custom-generate-function-path a.py:g =>
     agent_function_path custom_generate_function_path a.py:g
+--tinker-port 8700 --update-weight-transport disk => update_weight_transport disk tinker_port
+--tinker-port 8700 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 =>
+    pipeline_model_parallel_size 2 tinker_port
+--tinker-port 8700 --lora-rank 8 --lora-alpha 16 => tinker_port lora_alpha
+--tinker-host 0.0.0.0 => tinker_host --tinker-port
 --agent-function-path agents.run --generate-per-sample =>
     generate_per_sample --custom-generate-function-path --eval-config
 """

@@ -28,15 +28,16 @@ from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, SampleRequest
 from tests.support.fakes.fake_engine import response_to
 from tests.support.fakes.fake_fleet import FakeFleet
+from tests.support.models.tiny_vision import PATCH_VALUES as FAMILIES
 from tests.support.models.tiny_vision import make_tiny_vision
 from tests.support.pictures import png
 
 IMAGE = 302
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_vision(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=["qwen2_5_vl"])
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return make_tiny_vision(tmp_path_factory.mktemp("vision"), request.param)
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def prompt_of(images: list[Any], folder: Path, text: str = "<image>What is 1 + 2
     return made
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True, scope="module")
 @pytest.mark.parametrize("sizes", [[(100, 60)], [(30, 200), (56, 56)]])
 def test_tokens_and_pixels_are_those_of_the_models_processor(
     model: Path, encoder: PromptEncoder, tmp_path: Path, sizes: list[tuple[int, int]]

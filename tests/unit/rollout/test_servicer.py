@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,13 +34,13 @@ async def served(fakes: FakeFleet, folder: Path) -> AsyncIterator[tuple[RolloutC
     encoder = PromptEncoder(folder, apply_chat_template=False)
     generator, seeds = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights), list[int]()
 
-    def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams, begun: Generation) -> Any:
+    def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams, begun: Generation, adapter: str) -> Any:
         params = merged_params(sampling, SamplingParams(max_new_tokens=9))
         seeds.append(params.seed or 0)
         return generator.stream(prompt.tokens, params, request_id=f"r{len(seeds)}", seconds=20, begun=begun)
 
     slots = EngineSlots(Shares({Kind.CLIENTS: 3}), max_waiting=126)
-    parts = cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots))
+    parts = cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots, adapter=nullcontext))
     async with served_rollout(RolloutServicer(parts)) as address, RolloutClient(address) as client:
         yield client, encoder, seeds
 

@@ -39,11 +39,12 @@ FILES = {
     "mlflow": ("mlflow.txt",),
     "inspect": ("inspect.txt",),
     "mcp": ("mcp.txt",),
+    "tinker": ("tinker.txt", *CPU),
     "json-schema": CPU,
     "migrate": CPU,
 }
 """Which files have the pins of an extra. Those of headrace without one stand in all of them."""
-OPTIONAL = ("ray", "wandb", "ifbench", "trackio", "mlflow", "inspect", "mcp")
+OPTIONAL = ("ray", "wandb", "ifbench", "trackio", "mlflow", "inspect", "mcp", "tinker")
 """Installed on top of `CPU`, by `make`."""
 
 

@@ -104,6 +104,7 @@ def test_check_refuses_a_machine_whose_engines_cannot_compute_in_fp8(
 
 QUANTIZED = ("llama", "mistral", "smollm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5")
 QUANTIZED += ("qwen3_5_moe", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2", "olmo3", "minimax_m2")
+QUANTIZED += ("gemma3_text", "gemma3")
 WIDE: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128}
 """A block of FP8."""
 

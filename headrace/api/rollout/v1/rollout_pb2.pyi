@@ -166,12 +166,21 @@ class GenerateRequest(_message.Message):
     RETURN_TOKENS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     BEGUN_FIELD_NUMBER: _builtins.int
+    ADAPTER_PATH_FIELD_NUMBER: _builtins.int
+    PROMPT_LOG_PROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Tokenized as it is."""
     return_tokens: _builtins.bool
     """Also answer token ids and log-probabilities."""
     n: _builtins.int
     """Responses to the prompt, at most 128, generated side by side. Response k is sampled with sampling.seed + k. 0: one."""
+    adapter_path: _builtins.str
+    """A folder with an adapter as peft writes it, on the engines' machines, below the run's folder for weights: the
+    responses are of the model with it, whatever the run serves. Empty: what the run serves. For a job whose
+    update_weight_transport is adapter.
+    """
+    prompt_log_probs: _builtins.bool
+    """Also answer the log-probabilities of the prompt's tokens, at temperature 1."""
     @_builtins.property
     def messages(self) -> _sample_pb2.ChatMessages:
         """Given to the model's chat template."""
@@ -200,10 +209,12 @@ class GenerateRequest(_message.Message):
         return_tokens: _builtins.bool = ...,
         n: _builtins.int = ...,
         begun: _sample_pb2.Column | None = ...,
+        adapter_path: _builtins.str = ...,
+        prompt_log_probs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "messages", b"messages", "n", b"n", "prompt", b"prompt", "return_tokens", b"return_tokens", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_path", b"adapter_path", "begun", b"begun", "messages", b"messages", "n", b"n", "prompt", b"prompt", "prompt_log_probs", b"prompt_log_probs", "return_tokens", b"return_tokens", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -224,6 +235,7 @@ class GenerateResponse(_message.Message):
     POLICY_RANGES_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    PROMPT_LOG_PROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text."""
     status: _sample_pb2.SampleStatus.ValueType
@@ -244,6 +256,12 @@ class GenerateResponse(_message.Message):
     def policy_ranges(self) -> _containers.RepeatedCompositeFieldContainer[_sample_pb2.PolicyRange]:
         """On the last message: which weights sampled which tokens."""
 
+    @_builtins.property
+    def prompt_log_probs(self) -> _sample_pb2.Column:
+        """Those of the prompt's tokens but the first, float32 [prompt_tokens - 1]; on the first response's last message, with
+        prompt_log_probs.
+        """
+
     def __init__(
         self,
         *,
@@ -254,10 +272,11 @@ class GenerateResponse(_message.Message):
         policy_ranges: _abc.Iterable[_sample_pb2.PolicyRange] | None = ...,
         prompt_tokens: _builtins.int = ...,
         index: _builtins.int = ...,
+        prompt_log_probs: _sample_pb2.Column | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "prompt_log_probs", b"prompt_log_probs", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "log_probs", b"log_probs", "policy_ranges", b"policy_ranges", "prompt_tokens", b"prompt_tokens", "status", b"status", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "log_probs", b"log_probs", "policy_ranges", b"policy_ranges", "prompt_log_probs", b"prompt_log_probs", "prompt_tokens", b"prompt_tokens", "status", b"status", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

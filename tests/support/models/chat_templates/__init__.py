@@ -20,6 +20,7 @@ _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eo
 _HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 _KIMI = ("<|im_assistant|>", "<|im_user|>", "<|im_system|>", "<|im_middle|>")
 
+_GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 _MINIMAX = ("]~!b[", "]~b]", "[e~[", "<think>", "</think>")
 
 
@@ -38,6 +39,7 @@ CHAT_MODELS: Mapping[str, ChatModel] = {
     "qwen2.5": ChatModel("qwen"),
     "qwen3": ChatModel("qwen3", ("<think>", "</think>")),
     "qwen3.5": ChatModel("qwen3_5", ("<think>", "</think>")),
+    "qwen3_vl": ChatModel("qwen"),
     "glm4.5": ChatModel("glm4", _GLM),
     "glm4.6": ChatModel("glm4", _GLM),
     "deepseek_v3.1": ChatModel("deepseek", _DEEPSEEK + _DEEPSEEK_TOOLS, _DEEPSEEK[0]),
@@ -48,6 +50,7 @@ CHAT_MODELS: Mapping[str, ChatModel] = {
     "gpt_oss": ChatModel("gpt_oss", _HARMONY),
     "olmo3": ChatModel("olmo3", eos_token="<|endoftext|>"),
     "minimax_m2": ChatModel("minimax_m2", _MINIMAX),
+    "gemma3": ChatModel("gemma3", _GEMMA, *_GEMMA[:2]),
     "smollm2": ChatModel("qwen"),
 }
 

@@ -50,7 +50,7 @@ def test_a_config_is_read_in_its_old_and_in_its_new_form(tmp_path: Path) -> None
     found = read_architecture(tmp_path)
     assert found == architecture(VISION)
     assert found.vision is not None
-    assert (found.vision.patch_values, found.vision.rotary_sections) == (1176, (16, 24, 24))
+    assert (found.vision.patch_values, found.vision.rotary_axes) == (1176, (0,) * 16 + (1,) * 24 + (2,) * 24)
     assert {tensor.name for tensor in table(found).tensors()} == {
         tensor.name for tensor in table(architecture(find("qwen2.5-3B").config)).tensors()
     }

@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
+from headrace.rpc.http_server import EndpointServer
 from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.agents.endpoint import Endpoint
-from services.rollout.agents.server import EndpointServer
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session, SessionLimits
 from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.api import SamplingParams

@@ -20,11 +20,11 @@ from starlette.responses import Response
 
 from headrace.cli.authority import issue_client, issue_service
 from headrace.errors import ConfigError, NotFound
+from headrace.rpc import http_server as gate
 from headrace.rpc.access import Access, Role, Tokens, add_token, revoke_token, roles_of
+from headrace.rpc.http_server import EndpointServer, Gate
 from headrace.rpc.tls import TlsFolder
-from services.rollout.agents import endpoint as gate
-from services.rollout.agents.endpoint import Endpoint, Gate
-from services.rollout.agents.server import EndpointServer
+from services.rollout.agents.endpoint import SERVICE, Endpoint
 
 ROLLOUT = "headrace.api.rollout.v1.RolloutService"
 QUESTION: Any = [{"role": "user", "content": "2 + 2?"}]
@@ -74,7 +74,7 @@ def place(tmp_path: Path) -> Place:
 @asynccontextmanager
 async def serving(place: Place, *, tls: bool = True, tokens: bool = True) -> AsyncIterator[Place]:
     access = Access(has_certificates=tls, tokens=Tokens(place.tokens) if tokens else None)
-    endpoint = Reached(cast(Any, Sessions()), cast(Any, None), cast(Any, None), "m", Gate(access))
+    endpoint = Reached(cast(Any, Sessions()), cast(Any, None), cast(Any, None), "m", Gate(SERVICE, access))
     server = EndpointServer(endpoint.application(), tls=TlsFolder(place.folder) if tls else None)
     await server.start()
     place.url = server.url

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,12 +198,14 @@ async def whole(folder: Path, pause_mode: str, *, num_groups: int = NUM_GROUPS) 
         producer.start()
         stack.push_async_callback(producer.drain)
 
-        def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams, begun: Generation) -> Any:
+        def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams, begun: Generation, adapter: str) -> Any:
             params = SamplingParams(max_new_tokens=sampling.max_new_tokens)
             return generator.stream(prompt.tokens, params, request_id="outside", seconds=60, begun=begun)
 
         slots = EngineSlots(Shares({Kind.CLIENTS: 64}), max_waiting=0)
-        servicer = RolloutServicer(cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots)))
+        servicer = RolloutServicer(
+            cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots, adapter=nullcontext))
+        )
         outsider = Outsider(await stack.enter_async_context(served_rollout(servicer)))
         stack.push_async_callback(outsider.leave)
         trainer = Trainer(buffer, Receiver(fleet), TrainingRecord(folder / "trained.jsonl"), pause_mode)

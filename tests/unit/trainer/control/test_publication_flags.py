@@ -78,7 +78,7 @@ class AskedRollout:
 
 
 @asynccontextmanager
-async def only_rank(*, sends: StageWeights | None = None) -> AsyncIterator[RankGroup]:
+async def only_rank(*, sends: StageWeights | None = None) -> AsyncIterator[RankGroup[Any]]:
     """Rank 0, which sends nothing, or says that it sent `sends`."""
 
     class Worker(IdleWorker):
@@ -108,7 +108,7 @@ def sender_in(**publish: Any) -> Sender:
     )
 
 
-def publisher_of(ranks: RankGroup, rollout: AskedRollout, **publish: Any) -> Publisher:
+def publisher_of(ranks: RankGroup[Any], rollout: AskedRollout, **publish: Any) -> Publisher:
     config, client = job_of(**publish).publish, cast(RolloutClient, rollout)
     root = RunFolder(Path("run")).weights_of(config)
     devices = OwnDevices()
@@ -278,7 +278,8 @@ async def publisher(engines: Engines, done: list[str], *, hashes: bool = True) -
             done.append("keep")
 
     channel = Channel(0, 1, b"")
-    ranks, rollout = RankGroup(channel, Worker(), ThreadPoolExecutor(1)), cast(RolloutClient, engines)
+    ranks: RankGroup[Any] = RankGroup(channel, Worker(), ThreadPoolExecutor(1))
+    rollout = cast(RolloutClient, engines)
     other = CollectiveTransport(ranks, seconds=20.0, keeps=True)
     transport = LoadedFirst(ranks, other, seconds=20.0) if hashes else other
     yield Publisher(

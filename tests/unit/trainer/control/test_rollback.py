@@ -257,7 +257,7 @@ class Run:
         rollout = cast(RolloutClient, DirectRollout(self.fakes, self.model, self.strike))
         self.channel = Channel(0, 1, b"")
         self.worker = Worker(self.model)
-        ranks = RankGroup(self.channel, self.worker, ThreadPoolExecutor(1))
+        ranks: RankGroup[Any] = RankGroup(self.channel, self.worker, ThreadPoolExecutor(1))
         devices = OwnDevices()
         carrier = transport_of(job.publish, ranks, root, hashes=False, devices=devices)
         self.publisher = Publisher(

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -155,7 +155,7 @@ async def a_run(folder: Path, transport: str = "collective", num_services: int =
     )
     model = Model(root=None if transport == "collective" else folder)
     channel = Channel(0, 1, b"")
-    ranks = RankGroup(channel, Worker(model), ThreadPoolExecutor(1))
+    ranks: RankGroup[Any] = RankGroup(channel, Worker(model), ThreadPoolExecutor(1))
     services = [TroubledRollout(model) for _ in range(num_services)]
     clients = [cast(RolloutClient, service) for service in services]
     devices = OwnDevices()

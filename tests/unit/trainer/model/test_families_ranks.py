@@ -28,11 +28,13 @@ from tests.support.ranks.ranks import run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
-FAMILIES: tuple[str, ...] = ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "olmo3", "nemotron_h_moe")
+FAMILIES: tuple[str, ...] = ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "olmo3", "gemma3_text")
+FAMILIES += ("nemotron_h_moe",)
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"tied": True},
     "qwen3_moe": {"num_layers": 4},  # enough for two virtual stages in each of two pipeline ranks
     "glm4": {"num_layers": 4},
+    "gemma3_text": {"tied": True},
     "llama3_2": {"tied": True},
     "smollm3": {"num_layers": 4},
     # The layer behind the last is in the checkpoint and not in the model.
@@ -53,6 +55,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt_oss@ep2-sp2": (2, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
     "olmo3@sp2": (2, SP2),
     "nemotron_h_moe@sp2": (2, SP2),
+    "gemma3_text@sp2": (2, SP2),
 }
 if ALL:
     FAMILIES += ("llama", "llama3_2", "qwen2", "mistral", "smollm3", "glm4", "glm4_32b")
@@ -66,6 +69,7 @@ if ALL:
         "kimi_k2",
         "minimax_m2",
         "nemotron_h",
+        "gemma3",
     )
     RUNS |= {
         "llama@tp2": (2, TP2),
@@ -92,6 +96,10 @@ if ALL:
         "gpt_oss@ep2": (2, EP2 | SHARDED),
         "olmo3@tp2": (2, TP2),
         "olmo3@pp2": (2, PP2),
+        "gemma3@tp2": (2, TP2),
+        "gemma3_text@tp2": (2, TP2),
+        "gemma3_text@pp2": (2, PP2),
+        "gemma3_text@tp2-dp2": (4, TP2 | SHARDED),
         "minimax_m2@sp2": (2, SP2),
         "minimax_m2@pp2": (2, PP2),
         "minimax_m2@ep2": (2, EP2 | SHARDED),

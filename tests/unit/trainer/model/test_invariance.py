@@ -42,6 +42,9 @@ if ALL:
     LAYOUTS |= {
         "minimax_m2@alone": (1, {}),
         "minimax_m2@cp2": (2, CP2),
+        "gemma3_text@alone": (1, {}),
+        "gemma3_text@cp2": (2, CP2),
+        "gemma3_text@cp2-tp2": (4, CP2 | TP2),
         "olmo3@alone": (1, {}),
         "olmo3@cp2": (2, CP2),
         "olmo3@cp2-tp2": (4, CP2 | TP2),

@@ -87,6 +87,8 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
         ("qwen3_moe", ("all-linear",)),
         ("deepseek_v3", LATENT),
         ("qwen2_5_vl", ("all-linear",)),
+        ("gemma3", ("all-linear",)),
+        ("qwen3_vl", ("all-linear",)),
         ("gpt_oss", ("q_proj", "o_proj", "gate_up_proj", "down_proj")),
         ("gpt_oss", ("gate_up_proj",)),
         ("gpt_oss", ("down_proj",)),
@@ -96,8 +98,8 @@ def test_peft_finds_experts_latents_and_a_decoder_beside_a_tower(
     tmp_path: Path, family: str, words: tuple[str, ...]
 ) -> None:
     """Its logits are those of the model with the adapters added."""
-    is_vision, lora = family == "qwen2_5_vl", LoraSection(lora_rank=4, lora_alpha=6.0, lora_target_modules=words)
-    model = make_tiny_vision(tmp_path / family) if is_vision else make_tiny(tmp_path / family, family)
+    is_vision, lora = family.endswith("_vl"), LoraSection(lora_rank=4, lora_alpha=6.0, lora_target_modules=words)
+    model = (make_tiny_vision if is_vision else make_tiny)(tmp_path / family, family)
     folder, load = make_adapters(model, tmp_path / "adapters", lora), vision_network if is_vision else network
     tokens = torch.tensor([[5, 17, 256, 40, 8, 99]])
     with torch.no_grad():

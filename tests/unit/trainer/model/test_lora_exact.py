@@ -18,6 +18,7 @@ from tests.long_forms import ALL
 from tests.support.models.adapters import Merged, make_adapters, view_of
 from tests.support.models.float64_reference import log_probs_of
 from tests.support.models.tiny_families import make_tiny
+from tests.support.models.tiny_vision import PATCH_VALUES as VISION
 from tests.support.models.tiny_vision import make_tiny_vision, vision_network
 from tests.support.ranks import vision_cases
 from tests.support.ranks.lora_cases import LoraCase, gradients, merged
@@ -28,7 +29,6 @@ from tests.support.ranks.stand_in_program import run_on_stand_ins
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
-VISION = "qwen2_5_vl"
 LORA = {"lora_rank": 4, "lora_alpha": 6.0}
 RSLORA = LORA | {"lora_use_rslora": True}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -42,7 +42,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek_v3@rslora": (1, {}),
     "gpt_oss@alone": (1, {}),
     "qwen3@sp2": (2, SP2),
-    f"{VISION}@alone": (1, {}),
+    "qwen2_5_vl@alone": (1, {}),
 }
 STAND_INS: dict[str, tuple[int, dict[str, Any]]] = {"qwen3_moe@te": (1, {})}
 """Under Megatron-core's wrappers of Transformer Engine's layers, whose experts are grouped."""
@@ -74,6 +74,10 @@ if ALL:
         "nemotron_h@sp2": (2, SP2),
         "nemotron_h@pp2": (2, PP2),
         "nemotron_h_moe@ep2": (2, EP2),
+        "gemma3@alone": (1, {}),
+        "gemma3_text@alone": (1, {}),
+        "gemma3_text@sp2": (2, SP2),
+        "gemma3_text@tp2": (2, TP2),
         "olmo3@alone": (1, {}),
         "olmo3@sp2": (2, SP2),
         "olmo3@tp2": (2, TP2),
@@ -85,8 +89,11 @@ if ALL:
         "glm4_moe_lite@alone": (1, {}),
         "moonlight@ep2": (2, EP2),
         "kimi_k2@alone": (1, {}),
-        f"{VISION}@tp2": (2, TP2),
-        f"{VISION}@pp2": (2, PP2),
+        "qwen2_5_vl@tp2": (2, TP2),
+        "qwen2_5_vl@pp2": (2, PP2),
+        "qwen3_vl@alone": (1, {}),
+        "qwen3_vl@tp2": (2, TP2),
+        "qwen3_vl@pp2": (2, PP2),
     }
     STAND_INS |= {
         "qwen3@te": (1, {}),
@@ -94,6 +101,7 @@ if ALL:
         "qwen3_moe@te-sp2": (2, SP2),
         "qwen2_moe@te": (1, {}),
         "olmo3@te-sp2": (2, SP2),
+        "gemma3_text@te-sp2": (2, SP2),
         "minimax_m2@te": (1, {}),
         "nemotron_h@te": (1, {}),
         "nemotron_h_moe@te-sp2": (2, SP2),
@@ -110,12 +118,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for run, (ranks, megatron) in (RUNS | STAND_INS).items():
         model, section = folder / _family(run), _lora(folder, run)
         if not model.exists():
-            make_tiny_vision(model) if model.name == VISION else make_tiny(model, model.name)
+            (make_tiny_vision if model.name in VISION else make_tiny)(model, model.name)
         if not section["lora_load"].exists():
             make_adapters(model, section["lora_load"], LoraSection(**section))
         train = {"packing": "shared_prompts"}  # Transformer Engine's attention has no stand-in
         sections = {"lora": section | {"lora_load": str(section["lora_load"])}, "megatron": megatron, "train": train}
-        cases.append(LoraCase(run, str(folder), str(model), sections, ranks, images=model.name == VISION))
+        cases.append(LoraCase(run, str(folder), str(model), sections, ranks, patch_values=VISION.get(model.name)))
     for run, (ranks, megatron) in RESUMED.items():
         sections = {"lora": LORA, "megatron": megatron}
         cases.append(Case(run, str(folder), str(folder / "qwen3_moe"), sections, ranks))
@@ -145,7 +153,7 @@ def _summed(runs: Path, run: str) -> Merged:
     model, section = runs / _family(run), _lora(runs, run)
     scale = 3.0 if "lora_use_rslora" in section else 1.5
     return Merged.of(
-        vision_network(model) if model.name == VISION else network(model),
+        vision_network(model) if model.name in VISION else network(model),
         model,
         section["lora_load"],
         LoraSection(**section),
@@ -157,7 +165,7 @@ def _summed(runs: Path, run: str) -> Merged:
 def test_log_probs_and_gradients_are_those_of_the_sum_of_weights_and_adapters(runs: Path, run: str) -> None:
     summed, bound = _summed(runs, run), ROUNDING.get(_family(run), 5e-6)
     losses = []
-    batch = vision_cases.samples() if _family(run) == VISION else samples(0)
+    batch = vision_cases.samples(VISION[_family(run)]) if _family(run) in VISION else samples(0)
     for row, sample in zip(json.loads((runs / run / "log_probs.json").read_text()), batch, strict=True):
         expected = log_probs_of(summed.network, sample)
         assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected.detach(), rtol=0, atol=bound)
@@ -179,7 +187,7 @@ def test_weights_leave_with_the_adapters_added(runs: Path, run: str) -> None:
         assert torch.allclose(weight.double(), view_of(tensors, name).double(), rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if _family(run) in ("qwen3", "glm4", VISION)])
+@pytest.mark.parametrize("run", [run for run in RUNS if _family(run) in ("qwen3", "glm4", *VISION)])
 def test_adapters_leave_for_engines_as_peft_has_them(runs: Path, run: str) -> None:
     files = (runs / run / "published").glob("adapter_model*.safetensors")
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -21,7 +21,7 @@ from tests.support.ranks.vision_cases import IMAGE, samples
 
 EXPERTS = Experts(4, 48, 2, (), None, "softmax", True, None, False, False, None, None)
 CHOICES = RolloutChoices(2, EXPERTS)
-VISION = Vision(IMAGE, 1176, 2, (2, 3, 3))
+VISION = Vision(IMAGE, 1176, 2, (0, 0, 1, 1, 1, 2, 2, 2), "visual.")
 
 
 def sample(prompt: int, response: int, mask: list[int] | None = None) -> Sample:

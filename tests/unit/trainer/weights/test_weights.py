@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,10 +26,13 @@ def test_what_an_engine_fuses_in_one_call_is_in_one_bucket() -> None:
     assert [[spec.name for spec in bucket] for bucket in buckets] == [names[:2], names[2:]]
 
 
-def test_fused_parts_hash_as_the_fused_tensor() -> None:
+@pytest.mark.parametrize("decoder", ["model", "model.language_model"])  # the second is beside a vision tower
+def test_fused_parts_hash_as_the_fused_tensor(decoder: str) -> None:
     q, k, v = torch.randn(8, 4), torch.randn(2, 4), torch.randn(2, 4)
     checksums = EngineChecksums()
-    checksums.update((f"model.layers.0.self_attn.{n}_proj.weight", t) for n, t in zip("qkv", (q, k, v), strict=True))
+    checksums.update(
+        (f"{decoder}.layers.0.self_attn.{n}_proj.weight", t) for n, t in zip("qkv", (q, k, v), strict=True)
+    )
     fused = torch.cat([q, k, v])
     expected = hashlib.sha256(fused.numpy().tobytes()).hexdigest()[:16]
     assert checksums.result() == {"model.layers.0.self_attn.qkv_proj.weight": expected}
