@@ -88,6 +88,7 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors
 	@$(BIN)/python -m tests.bench.ledger.waiters
 	@$(BIN)/python -m tests.bench.weights.publication
 	@$(BIN)/python -m tests.bench.weights.adapters $(MODEL)
+	@$(BIN)/python -m tests.bench.weights.delta $(MODEL)
 	@$(BIN)/python -m tests.bench.training_step
 	@$(BIN)/python -m tests.bench.rewards
 	@$(BIN)/python -m tests.bench.agents $(MODEL)
@@ -195,9 +196,9 @@ $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
 	@$(PIP) --quiet -r requirements/dev.txt
 	@touch $@
 
-EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect mcp tinker)
+EXTRAS := $(patsubst %,requirements/%.txt,ray wandb ifbench trackio mlflow inspect mcp tinker trace)
 $(STAMPS)/extras: $(EXTRAS) $(STAMPS)/cpu
-	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect, mcp, tinker"
+	@echo "── packages of extras: ray, wandb, ifbench, trackio, mlflow, inspect, mcp, tinker, trace"
 	@$(PIP) --quiet $(addprefix -r ,$(EXTRAS))
 	@touch $@
 

@@ -113,6 +113,16 @@ class RunFolder:
         return self.path / "samples"
 
     @property
+    def traces(self) -> Path:
+        """Holds the spans of each process (`headrace.rpc.tracing`)."""
+        return self.path / "traces"
+
+    @property
+    def profile(self) -> Path:
+        """Holds what PyTorch's profiler saw of single steps, a file for each rank."""
+        return self.path / "profile"
+
+    @property
     def shadow(self) -> Path:
         """What a shadow scorer said beside the one that paid (`headrace.shadow_log`)."""
         return self.path / "shadow.jsonl"

@@ -85,6 +85,7 @@ _COMMANDS: Mapping[str, Command] = {
     "samples": Command(
         "samples:samples", "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"
     ),
+    "trace": Command("trace:trace", "trace [RUN] [SAMPLE] > trace.json", "where time went, for Perfetto and Chrome"),
     "view": Command("view:view", "view [RUN] [--to FOLDER]", "show groups, tokens, ledger and curves in the browser"),
     "conformance": Command(
         "conformance:conformance",

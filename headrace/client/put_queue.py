@@ -14,6 +14,7 @@ from itertools import islice
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.protobuf import put_request
+from headrace.rpc import tracing
 
 _CALLS_AT_ONCE = 2
 """One that the buffer works on, and one on its way."""
@@ -31,6 +32,7 @@ class _Put:
     num_groups: int
     end: float
     results: asyncio.Future[Sequence[pb.PutResult]]
+    spans: tracing.Contexts
 
 
 class PutQueue:
@@ -44,7 +46,8 @@ class PutQueue:
     async def put(self, puts: Sequence[pb.GroupPut], deadline_seconds: float) -> Sequence[pb.PutResult]:
         """One result for each put, in order. Raises the buffer's error for these puts."""
         loop = asyncio.get_running_loop()
-        put = _Put(put_request(puts), len(puts), loop.time() + deadline_seconds, loop.create_future())
+        end = loop.time() + deadline_seconds
+        put = _Put(put_request(puts), len(puts), end, loop.create_future(), tracing.current())
         self._waiting.append(put)
         self._start_calls()
         return await put.results
@@ -84,6 +87,7 @@ class PutQueue:
     async def _call(self, together: Sequence[_Put]) -> None:
         seconds = min(put.end for put in together) - asyncio.get_running_loop().time()
         try:
+            tracing.adopt(tuple(context for put in together for context in put.spans))
             reply = await self._send(b"".join(put.request for put in together), seconds)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is for the callers
             if len(together) > 1:

@@ -130,7 +130,7 @@ def spec(
     """Describes how to start one of `processes` of an addressed job."""
     service, number = service_of(process), number_of(process)
     for needed in () if job.debug.trains_alone else _NEEDED[service]:
-        if needed != "reward" or job.asks_engines:
+        if needed != "reward" or job.scores:
             address_of(job, needed)
     address = address_of(job, service)
     if number is not None:

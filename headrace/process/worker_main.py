@@ -38,6 +38,7 @@ import numpy as np
 from headrace.errors import HeadraceError
 from headrace.limits import MAX_HOOK_ANSWER_BYTES, encodable
 from headrace.process.linux import adopt_orphans, children, die_with_parent, first_to_go, wants_a_core
+from headrace.rpc import tracing
 
 Message = TypeVar("Message")
 
@@ -53,6 +54,8 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     work: bytes
     timeout_seconds: float
     prepares: bool
+    spans: Sequence[str] = ()
+    """Those of the caller, as `tracing.parents` says them"""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -277,6 +280,7 @@ class _Calls:
     async def _run(self, order: Start) -> Reply:
         limit = asyncio.timeout(order.timeout_seconds)
         try:
+            tracing.adopt_call(order.spans)
             async with limit:
                 function, args = pickle.loads(order.work)  # noqa: S301  # the service's own function and arguments
                 result = function(*args)

@@ -52,6 +52,7 @@ from headrace.process.worker_main import (
     packed,
     read,
 )
+from headrace.rpc import tracing
 from headrace.rpc.log import log
 from headrace.rpc.proxies import direct_to
 
@@ -174,7 +175,7 @@ class Worker:
         reply: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
         self._pending[call_id] = reply
         try:
-            self._write(Start(call_id, encodable(name), work, timeout_seconds, prepares))
+            self._write(Start(call_id, encodable(name), work, timeout_seconds, prepares, tracing.parents()))
             async with asyncio.timeout(timeout_seconds + _KILL_GRACE_SECONDS):
                 answer = await reply
         except TimeoutError:

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -17,6 +17,7 @@ import grpc
 from headrace.disk import WatchedFile
 from headrace.errors import ConfigError, DeadlineExceeded, HeadraceError, Unavailable
 from headrace.limits import MAX_MESSAGE_BYTES
+from headrace.rpc import tracing
 from headrace.rpc.net import CONNECT_SECONDS, Address, keepalive_options, resolved
 from headrace.rpc.retry import Backoff, retry_until
 from headrace.rpc.status import details_of, from_rpc_error
@@ -96,9 +97,9 @@ def token_of(environment: Mapping[str, str] = os.environ) -> Callable[[], str] |
     return None
 
 
-def interceptors(token: Callable[[], str]) -> Sequence[Any]:
-    """Returns interceptors for a channel that is encrypted or stays on one machine."""
-    return [_UnaryUnary(token), _UnaryStream(token)]
+def interceptors(entries: Callable[[], Iterable[tuple[str, str]]]) -> Sequence[Any]:
+    """Returns interceptors that add these entries to the metadata of each call."""
+    return [_UnaryUnary(entries), _UnaryStream(entries)]
 
 
 def _read(path: Path) -> str:
@@ -118,24 +119,23 @@ def _checked(text: str, source: str) -> str:
     return token
 
 
-class _Bearer:
-    def __init__(self, token: Callable[[], str]) -> None:
-        self._token = token
+class _WithMetadata:
+    def __init__(self, entries: Callable[[], Iterable[tuple[str, str]]]) -> None:
+        self._entries = entries
 
-    def _with_token(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
-        metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        metadata.add(_AUTHORIZATION, f"Bearer {self._token()}")
+    def _with_entries(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), *self._entries())
         return details._replace(metadata=metadata)  # type: ignore[attr-defined,no-any-return]  # it is a named tuple
 
 
-class _UnaryUnary(_Bearer, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+class _UnaryUnary(_WithMetadata, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # generic in stubs only
     async def intercept_unary_unary(self, continuation: Any, details: grpc.aio.ClientCallDetails, request: Any) -> Any:
-        return await continuation(self._with_token(details), request)
+        return await continuation(self._with_entries(details), request)
 
 
-class _UnaryStream(_Bearer, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+class _UnaryStream(_WithMetadata, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]  # generic in stubs only
     async def intercept_unary_stream(self, continuation: Any, details: grpc.aio.ClientCallDetails, request: Any) -> Any:
-        return await continuation(self._with_token(details), request)
+        return await continuation(self._with_entries(details), request)
 
 
 def connect(address: str) -> grpc.aio.Channel:
@@ -160,11 +160,14 @@ def connect(address: str) -> grpc.aio.Channel:
         ("grpc.use_local_subchannel_pool", 1),
     ]
     folder, token = tls_of(), token_of()
-    with_token = interceptors(token) if token and (folder or _is_of_this_machine(address)) else None
+    shows_token = folder is not None or _is_of_this_machine(address)
+    added = interceptors(lambda: [(_AUTHORIZATION, f"Bearer {token()}")]) if token and shows_token else []
+    if tracing.is_on():
+        added = [*added, *interceptors(tracing.metadata)]
     if folder is None:
-        return grpc.aio.insecure_channel(target, options=options, interceptors=with_token)
+        return grpc.aio.insecure_channel(target, options=options, interceptors=added or None)
     options += [("grpc.ssl_target_name_override", SERVICE_NAME), ("grpc.default_authority", SERVICE_NAME)]
-    return grpc.aio.secure_channel(target, channel_credentials(folder), options=options, interceptors=with_token)
+    return grpc.aio.secure_channel(target, channel_credentials(folder), options=options, interceptors=added or None)
 
 
 def _is_of_this_machine(address: str) -> bool:

@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -21,6 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument, Unavailable
 from headrace.limits import MAX_RECEIVE_SECONDS, MAX_REQUEST_BYTES
+from headrace.rpc import tracing
 from headrace.rpc.access import Access, Caller
 from headrace.rpc.log import log
 from headrace.rpc.net import Address, require_free
@@ -191,7 +193,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         async def behavior(_: Any, context: Context) -> Any:
             caller = self._caller(context)
-            with self._call(method, context, caller) as call:
+            with self._call(service, method, context, caller) as call:
                 try:
                     self._allow(caller, service, method)
                     async with asyncio.timeout(seconds_left(context)):
@@ -209,7 +211,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         async def behavior(_: Any, context: Context) -> None:
             caller = self._caller(context)
-            with self._call(method, context, caller) as call:
+            with self._call(service, method, context, caller) as call:
                 try:
                     self._allow(caller, service, method)
                     with self._calls.one(method):
@@ -234,9 +236,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             return None
         return self._access.caller(context.auth_context(), context.invocation_metadata() or ())
 
-    def _call(self, method: str, context: Context, caller: Caller | None) -> _Call:
+    def _call(self, service: str, method: str, context: Context, caller: Caller | None) -> _Call:
         named = {"caller": caller.name, "role": caller.role} if caller else {}
-        return _Call(method, context, self._metrics, {"rpc": method, **named})
+        return _Call(service, method, context, self._metrics, {"rpc": method, **named})
 
     def _decoder(self, deserializer: Any, method: str) -> Callable[[bytes], Any]:
         most_bytes = self._request_bytes.get(method, MAX_REQUEST_BYTES)
@@ -281,11 +283,15 @@ async def _received(context: Context, method: str) -> bytes:
 
 
 class _Call:
-    """One call: its log context, its time and its end."""
+    """One call: its log context, its span, its time and its end."""
 
-    __slots__ = ("_code", "_context", "_logged", "_method", "_metrics", "_started")
+    __slots__ = ("_code", "_context", "_logged", "_method", "_metrics", "_span", "_started")
 
-    def __init__(self, method: str, context: Context, metrics: RpcMetrics, logged: Mapping[str, str]) -> None:
+    def __init__(
+        self, service: str, method: str, context: Context, metrics: RpcMetrics, logged: Mapping[str, str]
+    ) -> None:
+        callers = tracing.received(context.invocation_metadata() or ()) if tracing.is_on() else ()
+        self._span = tracing.span(f"{service}/{method}", callers, {"rpc.system": "grpc"})
         self._logged = logged
         self._method = method
         self._context = context
@@ -295,11 +301,15 @@ class _Call:
 
     def __enter__(self) -> _Call:
         structlog.contextvars.bind_contextvars(**self._logged)
+        self._span.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is asyncio.CancelledError:
             self._code = grpc.StatusCode.CANCELLED
+        self._span.__exit__(kind, error, trace)
         self._metrics.observe(self._method, self._code.name, time.monotonic() - self._started)
 
     async def abort(self, error: Exception) -> None:

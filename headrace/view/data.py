@@ -24,6 +24,7 @@ from headrace.job.schema.run import ModelSection
 from headrace.models.tokenizer.tokenizer import TOKENIZER_JSON
 from headrace.run_folder import MetricsRow, RunFolder, fields_in, is_evaluation
 from headrace.sample_log import Answer, SampleLog
+from headrace.traces import Span, by_trace, lane_of, lanes_of, of_sample, read_spans, span_files
 
 VERSION = 1
 MOST_ROWS = 2_000
@@ -69,6 +70,7 @@ class RunData:
         self.log = SampleLog(run.samples)
         self._texts = TokenTexts(self._job.model.hf_checkpoint)
         self._untrained: tuple[object, Value] | None = None
+        self._traces: tuple[object, Mapping[str, Sequence[Span]]] = (None, {})
         self._prompts: dict[int, list[tuple[str, float | None]]] = {}
         """Prompt and mean reward of each group, of the steps that were read."""
 
@@ -90,6 +92,7 @@ class RunData:
             "step": (self.log.steps, self.step),
             "tokens": (self.log.steps_with_tokens, self.tokens),
             "eval": (self.log.evaluations, self.evaluation),
+            "trace": (self.log.steps, self.trace),
         }
 
     def overview(self, ledger: LedgerCounts | None, notes: Sequence[str] = ()) -> Value:
@@ -115,6 +118,7 @@ class RunData:
             "warnings": [[row.step, warning] for row in rows for warning in row.warnings],
             "steps": self._steps(by_step),
             "evals": self.log.evaluations(),
+            "traced": self.is_traced,
             "untrained": untrained["counts"],
             "ledger": _ledger(ledger, untrained["groups"], list(by_step.values())),
             "tokenizer": {"error": self._texts.error if self.log.steps_with_tokens() else None},
@@ -188,6 +192,23 @@ class RunData:
                 found.setdefault(prompt, []).append((step, number, mean))
         return {"texts": [prompt[:PROMPT_CHARACTERS] for prompt in found], "at": list(found.values())}
 
+    @property
+    def is_traced(self) -> bool:
+        """True where processes of this machine have written spans."""
+        return bool(span_files(self._run))
+
+    def trace(self, step: int) -> Value:
+        """The spans of a step's samples that were traced, and of the steps that trained them. Times are in seconds."""
+        if (sizes := [(file, file.stat().st_size) for file in span_files(self._run)]) != self._traces[0]:
+            self._traces = (sizes, by_trace(read_spans(self._run)))
+        name, ids = self._job.run.run_name, (answer.sample_id for answer in self.log.of_step(step))
+        lives = {sample_id: of_sample(self._traces[1], name, sample_id) for sample_id in ids}
+        lanes = lanes_of(span for spans in lives.values() for span in spans)
+        return {
+            "lanes": lanes,
+            "samples": {i: [_span(span, lanes) for span in spans] for i, spans in lives.items() if spans},
+        }
+
     def tokens(self, step: int) -> Value:
         """The samples of a step that were recorded token by token."""
         columns = list(self.log.tokens_of(step))
@@ -205,6 +226,11 @@ class RunData:
             for each in columns
         }
         return {"step": step, "texts": self._texts.of(ids), "ids": ids, "samples": samples}
+
+
+def _span(span: Span, lanes: Sequence[str]) -> list[object]:
+    name = re.split(r"[./]", span.name)[-1]
+    return [lanes.index(lane_of(span)), name, round(span.begun / 1e6, 5), round(span.ended / 1e6, 5), span.error]
 
 
 def _thinned(rows: list[MetricsRow]) -> list[MetricsRow]:

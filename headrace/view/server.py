@@ -44,6 +44,8 @@ def write_page(
             written = _write(target, step_name("tokens", step), data.tokens(step))
             num_bytes, left, has_tokens = num_bytes + written, left - written, True
         num_bytes += _write(target, step_name("step", step), data.step(step, has_tokens=has_tokens))
+        if data.is_traced:
+            num_bytes += _write(target, step_name("trace", step), data.trace(step))
         if left <= 0 and not notes:
             notes.append(f"Tokens of steps before {step} are left out: a page has {TOKEN_BYTES >> 20} MiB of them.")
     for name, value in _others(data):

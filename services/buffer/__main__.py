@@ -20,8 +20,10 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import DataLoss, Unavailable
 from headrace.job.schema.job import Job, read_job
 from headrace.process.service_main import run_service
+from headrace.rpc import tracing
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service, add_listen_arguments, listen_of
+from headrace.run_folder import BUFFER, RunFolder, process_name
 from services.buffer.build import of_shard, store_of_job, train_stream, user_code_of
 from services.buffer.ledger.group import GroupState
 from services.buffer.ledger.ledger import Ledger
@@ -49,6 +51,8 @@ def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
         if arguments.shard is not None:
             job = of_shard(job, arguments.shard)
         configure_logging("buffer", run=job.run.run_name)
+        process = "buffer" if arguments.shard is None else process_name(BUFFER, arguments.shard)
+        tracing.start(process, RunFolder.of(job).traces, run=job.run.run_name, ratio=job.tracking.trace_sample_ratio)
         with long_lived():
             store = open_store(job, arguments.data_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

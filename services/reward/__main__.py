@@ -15,6 +15,7 @@ from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.schema.job import read_job
 from headrace.job.schema.services import RewardSection
 from headrace.process.service_main import run_service
+from headrace.rpc import tracing
 from headrace.rpc.log import configure_logging
 from headrace.rpc.server import add_listen_arguments, listen_of
 from headrace.run_folder import RunFolder
@@ -48,6 +49,7 @@ def _settings(options: dict[str, Any]) -> tuple[RewardSection, HookArgs, Sequenc
         return reward, section_args(reward), (), None
     job = read_job(options["config"])
     configure_logging("reward", run=job.run.run_name)
+    tracing.start("reward", RunFolder.of(job).traces, run=job.run.run_name, ratio=job.tracking.trace_sample_ratio)
     reward = RewardSection.model_validate(job.reward.model_dump() | given)
     args = hook_args(job.model_copy(update={"reward": reward}))
     return reward, args, own_rewards(eval_sets(job.eval)), RunFolder.of(job)

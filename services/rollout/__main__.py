@@ -20,10 +20,12 @@ from headrace.errors import HeadraceError
 from headrace.hooks.kit.sandbox import allow_insecure_sandbox
 from headrace.job.schema.job import Job
 from headrace.process.service_main import run_service
+from headrace.rpc import tracing
 from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service, add_listen_arguments, listen_of
 from headrace.rpc.tls import trust_authority
+from headrace.run_folder import ROLLOUT, RunFolder, process_name
 from services.rollout.build import job_for_replica, rollout_service
 from services.rollout.engine.arguments import has_accelerator, listening_for_weights
 from services.rollout.fleet_build import sglang_factory
@@ -44,6 +46,8 @@ def main() -> int:
     def body() -> None:
         job = job_for_replica(Job.model_validate_json(arguments.config.read_text()), arguments.number)
         configure_logging("rollout", run=job.run.run_name)
+        process = "rollout" if arguments.number is None else process_name(ROLLOUT, arguments.number)
+        tracing.start(process, RunFolder.of(job).traces, run=job.run.run_name, ratio=job.tracking.trace_sample_ratio)
         allow_insecure_sandbox(job.reward.insecure_sandbox)
         asyncio.run(_serve(job, arguments))
 

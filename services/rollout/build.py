@@ -433,7 +433,7 @@ class _Build:
     def scorer(self) -> SampleScorer:
         address = self.job.services.reward_address
         return SampleScorer(
-            _required(address, "reward_address") if self.job.asks_engines else address,
+            _required(address, "reward_address") if self.job.scores else address,
             item_seconds=self.job.reward.reward_timeout_seconds,
             patience_seconds=self.job.reward.reward_patience_seconds,
         )

@@ -21,6 +21,7 @@ from headrace.errors import DeadlineExceeded, DiskFull, NothingToLearn, Unavaila
 from headrace.job.schema.job import read_job
 from headrace.process.exit_status import ASK_TO_END, PEER_LOST, ExitStatus
 from headrace.process.service_main import run_service
+from headrace.rpc import tracing
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import Listen, RpcServer, Service, add_listen_arguments, listen_of
 from headrace.run_folder import RunFolder
@@ -48,6 +49,7 @@ async def run_rank0(
     for number in ASK_TO_END:
         asyncio.get_running_loop().add_signal_handler(number, console.leave)
     server = _server(listen, TrainerServicer(console, report, build.exports()))
+    server.metrics.registry.register(report)
     await server.start(ready=False)
 
     async def run(ranks: training.Ranks, savable: Savable, world_size: int, step: int) -> None:
@@ -128,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> None:
         job = read_job(args.config)
         configure_logging(name, run=job.run.run_name)
+        tracing.start(name, RunFolder(args.run_dir).traces, run=job.run.run_name, ratio=job.tracking.trace_sample_ratio)
         try:
             asyncio.run(run_rank(TrainerBuild(job, args.run_dir), listen_of(vars(args))))
         except PeerLost as error:

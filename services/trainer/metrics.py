@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.hooks.convert import cache_and_speculation
 from headrace.job.schema.run import TrackingSection
 from headrace.job.schema.training import TrainSection
+from headrace.rpc import tracing
 from headrace.trajectory import Sample
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.planning import ModelFlops
@@ -163,8 +164,10 @@ class Speed:
         steps = seconds["forward_backward"] + seconds["optimizer"]
         lengths = [(s.prompt_length + s.response_length, s.response_length) for s in samples]
         tflops = self._flops.training(lengths) / max(steps, 1e-9) / self._world_size / 1e12
+        tokens_per_second = sum(tokens for tokens, _ in lengths) / max(seconds["log_probs"] + steps, 1e-9)
         found = {
-            "tokens_per_second": sum(tokens for tokens, _ in lengths) / max(seconds["log_probs"] + steps, 1e-9),
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_rank": tokens_per_second / self._world_size,
             "tflops_per_rank": tflops,
             "time/fetch_seconds": seconds["fetch"],
             "time/log_probs_seconds": seconds["log_probs"],
@@ -191,7 +194,8 @@ class Stopwatch:
         if self._on_gpu:
             first, last = _event(), _event()
             first.record()
-            yield
+            with tracing.span(f"headrace.{name}"):
+                yield
             last.record()
             self._events.append((name, first, last))
         else:
@@ -202,7 +206,8 @@ class Stopwatch:
     def host_part(self, name: str) -> Iterator[None]:
         """Times the block by the CPU's clock, on any device."""
         started = time.perf_counter()
-        yield
+        with tracing.span(f"headrace.{name}"):
+            yield
         self._seconds[name] += time.perf_counter() - started
 
     def read(self) -> dict[str, float]:

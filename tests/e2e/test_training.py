@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -20,6 +22,7 @@ from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
 from headrace.rpc.net import free_port
 from headrace.sample_log import SampleLog
+from headrace.traces import by_trace, lanes_of, of_sample, read_spans
 from tests.long_forms import whole_run
 from tests.support.faults.malformed import MALFORMED, call_raw, methods
 from tests.support.models.tiny_model import make_tiny_qwen3
@@ -83,6 +86,25 @@ async def require_conformance(run: TrainingRun) -> None:
         assert await asyncio.to_thread(main, ["conformance", name, entry.address]) == 0, name
 
 
+async def require_metrics(run: TrainingRun) -> None:
+    """The trainer's page has the newest row for Prometheus."""
+    url = f"http://{run.folder.services()['trainer'].metrics_address}/metrics"
+    page = await asyncio.to_thread(lambda: urlopen(url, timeout=10).read().decode())
+    assert 'headrace_trainer_metric{name="tokens_per_second_per_rank"}' in page
+
+
+def require_traces(run: TrainingRun, sample_ids: Sequence[str]) -> None:
+    """A fifth of the samples has spans of all services and ranks that belong to the run."""
+    spans, name = read_spans(run.folder), run.folder.job().run.run_name
+    lives = [of_sample(by_trace(spans), name, sample_id) for sample_id in sample_ids]
+    assert 0.1 < sum(map(bool, lives)) / len(lives) < 0.3
+    for life in filter(None, lives):
+        lanes = [lane for lane in lanes_of(life) if not lane.startswith("engine")]
+        assert lanes == ["buffer", "rollout", "trainer", "rank 0", "rank 1"]
+        assert {"headrace.consumed", "rl.sample.generate", "rl.reward", "rl.loop"} <= {span.name for span in life}
+    assert {span.service for span in spans} >= {"engine 0", "engine 1"}
+
+
 async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_path: Path) -> None:
     checkpoint = make_tiny_qwen3(tmp_path / "model")
     for name, code in (("vowels", VOWELS), ("length", LENGTH)):
@@ -91,7 +113,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     await reward.start(f"{tmp_path}/vowels.py:vowels")
     run = TrainingRun(
         tmp_path, checkpoint, "--reward-address", reward.address,
-        "--num-rollout", "22", "--lr", "5e-3", "--save-hf", str(tmp_path / "export"),
+        "--num-rollout", "22", "--lr", "5e-3", "--save-hf", str(tmp_path / "export"), "--trace-sample-ratio", "0.2",
     )  # fmt: skip
     try:
         async with run.started():
@@ -106,6 +128,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
             assert open_to_others(listens) == [], listens
             await send_malformed_bytes(run)
             await require_conformance(run)
+            await require_metrics(run)
             await run.until_step(16)
             await reward.stop()
             await reward.start(f"{tmp_path}/length.py:length")
@@ -136,6 +159,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     assert len({(sample.scorer, sample.scorer_version) for group in trained for sample in group.samples}) == 2
     assert max(r.policy_version for group in trained for s in group.samples for r in s.policy_ranges) >= 20
 
+    require_traces(run, [each.sample_id for each in kept])
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     assert all(parameter.isfinite().all() for parameter in exported.parameters())
 

@@ -75,6 +75,7 @@ def write_view_folder(target: Path, sizes: Sizes = Sizes(), *, static: Path = ST
         _write(
             target, step_name("tokens", step), _tokens(chance, step, [each for each in samples if each["has_tokens"]])
         )
+        _write(target, step_name("trace", step), _trace(f"train/{step}-0/1/1"))
         means.append(_mean(samples))
         for number, group in enumerate(groups):
             prompts.setdefault(group["prompt"], []).append([step, number, _mean(group["samples"])])
@@ -140,6 +141,7 @@ def overview(
             "tokens": [1] * len(steps),
         },
         "evals": list(evaluations),
+        "traced": True,
         "untrained": counts,
         "ledger": {
             "source": "ledger",
@@ -154,6 +156,29 @@ def overview(
         "notes": [
             "Tokens are kept for all samples of each eighth step, and for the eight best and worst of the others."
         ],
+    }
+
+
+LANES = ["buffer", "rollout", "engine 0", "reward", "trainer", "rank 0", "rank 1"]
+
+
+def _trace(sample_id: str) -> Value:
+    """Of one sample, whose first lease was lost; the text of an error is a peer's."""
+    spans: list[list[Any]] = [
+        [0, "sample", 0.0, 100.0, ""],
+        [0, "leased", 0.0, 60.0, f"LEASE_EXPIRED: {HOSTILE}"],
+        [2, "generate", 0.1, 2.0, "CancelledError: "],
+        [0, "leased", 60.0, 70.0, ""],
+        [1, "lease", 60.0, 69.0, ""],
+        *([2, "generate", 61.0 + turn, 61.9 + turn, ""] for turn in range(3)),
+        [3, "Score", 68.0, 68.001, ""],
+        [4, "loop", 71.0, 90.0, ""],
+        *([rank, "forward_backward", 72.0, 80.0, ""] for rank in (5, 6)),
+        [0, "consumed", 90.0, 100.0, ""],
+    ]
+    return {
+        "lanes": LANES,
+        "samples": {sample_id: [[i, n, b + 1.7e9, e + 1.7e9, error] for i, n, b, e, error in spans]},
     }
 
 

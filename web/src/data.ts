@@ -32,6 +32,7 @@ export interface Overview {
   warnings: [number, string][];
   steps: { step: number[]; samples: Numbers; groups: Numbers; tokens: number[] };
   evals: number[];
+  traced: boolean;
   untrained: { failed: number; filtered: number };
   ledger: Ledger;
   tokenizer: { error: string | null };
@@ -100,7 +101,15 @@ export interface TokensData {
   samples: Record<string, SampleTokens>;
 }
 
+/** Index of the lane, name, begin and end in seconds since 1970, error. A parent comes before its children. */
+export type TraceSpan = [lane: number, name: string, begun: number, ended: number, error: string];
+
+export interface TraceData {
+  lanes: string[];
+  samples: Record<string, TraceSpan[]>;
+}
+
 /** The name of a step's file, as `tokens-0000009`. */
-export function fileOf(kind: "step" | "tokens" | "eval", step: number): string {
+export function fileOf(kind: "step" | "tokens" | "eval" | "trace", step: number): string {
   return `${kind}-${String(step).padStart(7, "0")}`;
 }

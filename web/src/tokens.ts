@@ -5,6 +5,7 @@ import { diverging, fact, link, number, percent, rewardChip, rewardDomain, rewar
 import { badges, factsOf, failureOf, numbersOf, promptBox, responseBox } from "./group";
 import { groupsOf, linkOf, nameOf, type Place, placeOf, sideOf } from "./groups";
 import { load } from "./load";
+import { traceOf } from "./trace";
 import { type Context, neighbours, page, type Route, type View } from "./view";
 
 type Colour = "mask" | "version" | "engine" | "advantage" | "gap";
@@ -32,6 +33,7 @@ export async function sampleView({ words, query }: Route, context: Context): Pro
   const sample = group.samples[at]!;
   const colour = COLOURS.find(([each]) => each === query.get("colour"))?.[0] ?? lastColour;
   const tokens = await tokensOf(sample, place);
+  const trace = place.kind === "step" && place.step !== null ? await traceOf(sample.id, place.step, context.overview) : null;
   const advantages = group.samples.map((each) => each.advantage);
   const view = page(
     {
@@ -48,6 +50,7 @@ export async function sampleView({ words, query }: Route, context: Context): Pro
       h(
         "div",
         tokens ? tokenSection(sample, advantages, tokens, colour, context.overview.tokenizer.error) : missing(place, context),
+        trace,
         section("Response", responseBox(sample), h("h2", "Prompt and label"), promptBox(group)),
       ),
       h("section.side-facts", { "aria-label": "Facts" }, h("h2", "Facts"), factsOf(sample)),

@@ -207,12 +207,14 @@ class _State:
 
 
 def _of_trainer(said: trainer_pb2.GetStatusResponse) -> str:
+    ranks = f"{said.world_size} rank{'s' if said.world_size > 1 else ''}"
     phase = trainer_pb2.Phase.Name(said.phase).removeprefix("PHASE_").lower()
+    if said.phase == trainer_pb2.PHASE_WAITING and not said.num_steps:
+        return f"clients of Tinker's API say what is trained, {ranks}"
     if said.phase == trainer_pb2.PHASE_WAITING:
         phase = f"waiting for {duration(said.waiting_seconds)}, {said.groups_ready}/{said.groups_per_step} groups ready"
     is_beside = said.HasField("evaluating_step") and said.phase != trainer_pb2.PHASE_EVALUATING
     beside = f", the evaluation of step {said.evaluating_step} runs" if is_beside else ""
-    ranks = f"{said.world_size} rank{'s' if said.world_size > 1 else ''}"
     return f"step {said.step}/{said.num_steps} {phase}{beside}, policy version {said.policy_version}, {ranks}"
 
 

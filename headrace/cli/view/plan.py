@@ -51,27 +51,44 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("services", "; ".join(f"{name} {_where(job, name)}" for name in SERVICES)),
         *_proxies(job),
         *_shards(job),
-        ("algorithm", _algorithm(job)),
-        ("loss", _loss(job)),
+        *([("Tinker's API", _tinker(job))] if job.serves_tinker else _learning(job)),
         ("trainer", _trainer(job, scope)),
         *_rollout_services(job),
         ("engines", _engines(job)),
         *_gpus(job, scope),
         ("weights", _weights(job)),
-        ("batch", _batch(job)),
-        ("staleness", _staleness(job)),
-        ("prompts", _prompts(job)),
-        *_images(job),
-        ("reward", _reward(job)),
-        ("evaluation", _evaluation(job)),
+        *([] if job.serves_tinker else _production(job)),
         *_adapters(job),
         ("memory", _memory(job)),
         ("versions", f"Python {sys.version.split()[0]}, {', '.join(_versions())}"),
     ]
 
 
+def _learning(job: Job) -> list[tuple[str, str]]:
+    return [("algorithm", _algorithm(job)), ("loss", _loss(job))]
+
+
+def _production(job: Job) -> list[tuple[str, str]]:
+    return [
+        ("batch", _batch(job)),
+        ("staleness", _staleness(job)),
+        ("prompts", _prompts(job)),
+        *_images(job),
+        ("reward", _reward(job)),
+        ("evaluation", _evaluation(job)),
+    ]
+
+
+def _tinker(job: Job) -> str:
+    tinker = job.tinker
+    return (
+        f"at {tinker.tinker_host}:{tinker.tinker_port}: {tinker.tinker_models} models at once, of rank 1 … "
+        f"{job.lora.lora_rank}; clients say what is generated and trained"
+    )
+
+
 def _where(job: Job, service: str) -> str:
-    needed = job.asks_engines or service != "reward"
+    needed = job.scores or service != "reward"
     return address_in(job, service) or ("started here" if needed else "not needed")
 
 

@@ -26,6 +26,7 @@ from headrace.hooks.kit.tool_call import ToolCall, divided_response, opens_thoug
 from headrace.hooks.sample import Sample
 from headrace.models.tokenizer.chat import render_prompt
 from headrace.models.tokenizer.tokenizer import load_tokenizer
+from headrace.rpc import tracing
 from headrace.session import Ask, Completion, RecordedAnswer, SessionRecord, Tokens
 from headrace.trajectory import Status, bounded_turns
 
@@ -121,13 +122,16 @@ async def _answered(call: Call, ask: Ask, params: Mapping[str, Any]) -> Recorded
         if room <= 0:
             is_cut = True
             break
-        meta_info = await ask_engine(
-            url,
-            [*ask.tokens, *tokens],
-            {**params, "max_new_tokens": room},
-            seconds=call.args.generate_timeout_seconds,
-            routing_key=call.routing_key,
-        )
+        with tracing.span(tracing.GENERATE) as span:
+            meta_info = await ask_engine(
+                url,
+                [*ask.tokens, *tokens],
+                {**params, "max_new_tokens": room},
+                seconds=call.args.generate_timeout_seconds,
+                routing_key=call.routing_key,
+            )
+            span.set(tracing.LANE, tracing.engine_of(str(meta_info.get("weight_version", ""))))
+            span.set(tracing.OUTPUT_TOKENS, int(meta_info.get("completion_tokens", 0)))
         written = meta_info.pop("output_token_logprobs", None)  # (log-prob, token id, text) of each token
         if written is None:
             raise InvalidArgument("the engine's answer has no output_token_logprobs: ask it with return_logprob")

@@ -15,6 +15,7 @@ from headrace.errors import AlreadyExists, InvalidArgument
 from headrace.hooks.kit.conversation import AssistantMessage
 from headrace.hooks.kit.tool_call import ToolCall, divided_response
 from headrace.limits import did_you_mean
+from headrace.rpc import tracing
 
 SECONDS = 10.0
 MAX_CHARACTERS = 4_000
@@ -46,8 +47,9 @@ class Tool:
         except msgspec.ValidationError as error:
             return f"error: {self.name}: {error}"
         try:
-            async with asyncio.timeout(self.seconds):
-                found = await self._called(given)
+            with tracing.span(f"execute_tool {self.name}"):
+                async with asyncio.timeout(self.seconds):
+                    found = await self._called(given)
         except TimeoutError:
             return f"error: {self.name} took longer than {self.seconds:g} s"
         except Exception as error:  # noqa: BLE001  # a user's code

@@ -118,6 +118,7 @@ _EXCLUDES: Sequence[tuple[str, str, str]] = (
     ("lora_rank", "only_train_params_name_list freeze_params_name_list", "adapters alone are trained"),
     ("true_on_policy_mode", "lora_dropout", "the trained policy would differ from the engines'"),
     ("keep_sampling_mask", "use_opd", "a teacher's log-probs are of the whole vocabulary"),
+    ("debug_rollout_only", "profile_steps", "nothing is trained"),
     ("lora_load", "lora_init", "its adapters are those that the run begins with"),
     ("use_dynamic_batch_size", "micro_batch_size", "it has no effect, max_tokens_per_gpu decides"),
     ("only_train_params_name_list", "freeze_params_name_list", "they set the same thing"),

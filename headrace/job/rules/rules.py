@@ -111,6 +111,8 @@ def known_architecture(job: Job) -> Architecture | None:
 
 def warnings(job: Job) -> list[str]:
     """Sentences about a resolved job that say what will happen and what to set."""
+    if job.serves_tinker:
+        return list(_of_the_machine(job))
     return [*_of_training(job), *_of_the_machine(job), *algorithm_warnings(job), *_of_drafts(job), *_of_parts(job)]
 
 
@@ -127,6 +129,8 @@ def _of_training(job: Job) -> Iterator[str]:
         yield f"load {folder} does not exist yet: training starts from the beginning, with hf_checkpoint's weights"
     if job.eval.eval_interval is not None and not job.eval.is_asked_for:
         yield f"eval_interval {job.eval.eval_interval} has no effect without eval_prompt_data: nothing is evaluated"
+    if (steps := job.debug.profiled_steps) and steps[0] > job.rollout.num_rollout:
+        yield f"profile_steps {job.debug.profile_steps}: the run ends after step {job.rollout.num_rollout}"
     if not job.debug.debug_rollout_only:
         if args.lr == 0:
             yield "lr 0: the policy never changes: pass --lr 1e-6 or another learning rate"

@@ -55,7 +55,7 @@ def services_here(job: Job) -> list[str]:
     if job.debug.trains_alone:
         return ["trainer"]
     addresses = job.services.model_dump()
-    needed = [name for name in _ADDRESSED if name != "reward" or job.asks_engines]
+    needed = [name for name in _ADDRESSED if name != "reward" or job.scores]
     return [name for name in needed if addresses[f"{name}_address"] is None] + ["trainer"]
 
 

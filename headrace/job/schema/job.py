@@ -92,6 +92,11 @@ class Job(Section):
         return self.train.loss_type != "sft_loss" and not self.distillation.use_opd and not brings_rewards
 
     @property
+    def scores(self) -> bool:
+        """True where a reward service scores samples."""
+        return self.asks_engines and not self.serves_tinker
+
+    @property
     def serves_tinker(self) -> bool:
         """True where clients say what is trained."""
         return self.tinker.tinker_port is not None

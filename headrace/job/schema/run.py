@@ -129,6 +129,9 @@ class TrackingSection(Section):
     sample_log_bytes: Bytes = 1 << 30
     """Most bytes of compressed samples in the run's folder, for `headrace samples` and `headrace view`: text of all,
     tokens of some. The oldest steps go first; 0 writes none."""
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the samples that are traced by OpenTelemetry, for `headrace trace`; 0 traces nothing. Spans go into
+    traces/ in the run's folder, or to OTEL_EXPORTER_OTLP_ENDPOINT."""
     peak_tflops: Above | None = None
     """Peak of one rank's device in TFLOP/s, for mfu; absent: a GPU's from a table."""
 
@@ -142,6 +145,22 @@ def _numbered(path: str) -> str:
     return path
 
 
+_STEPS = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+
+
+def _steps(text: str) -> range:
+    found = _STEPS.fullmatch(text)
+    steps = range(int(found[1]), int(found[2])) if found else range(0)
+    if not steps or steps[0] < 1:
+        raise ValueError("write FIRST:END, steps from 1 on without the last: 10:12 is steps 10 and 11")
+    return steps
+
+
+def _is_steps(text: str) -> str:
+    _steps(text)
+    return text
+
+
 StepFiles = Annotated[str, AfterValidator(_numbered)]
 """Files by rollout step: `{rollout_id}` in it is the step's number, from 0."""
 
@@ -153,8 +172,15 @@ class DebugSection(Section):
     """Train on the rollout steps kept in these files, without engines, rewards and a buffer."""
     debug_train_only: bool = False
     """Train without engines, on load_debug_rollout_data, which says so by itself."""
+    profile_steps: Annotated[str, AfterValidator(_is_steps)] | None = None
+    """Profile the training of these steps with PyTorch's profiler, a file for each step and rank in profile/ of the
+    run's folder: 10:12 is steps 10 and 11 of metrics.jsonl. On a GPU with a snapshot of its memory, too."""
     debug_rollout_only: bool = False
     """Generate and score num_rollout steps with the weights of hf_checkpoint, and train nothing."""
+
+    @property
+    def profiled_steps(self) -> range:
+        return _steps(self.profile_steps) if self.profile_steps else range(0)
 
     @property
     def trains_alone(self) -> bool:

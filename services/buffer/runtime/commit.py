@@ -15,6 +15,7 @@ from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.state import Instant, Transaction
 from services.buffer.ledger.work import Command
 from services.buffer.runtime.journal import Journal, Signal, wait_for
+from services.buffer.runtime.spans import GroupSpans
 from services.buffer.store.base import Store
 from services.buffer.store.columns import Columns
 
@@ -41,6 +42,7 @@ class Committer:
         self._journal = journal
         self._columns = columns
         self._changed: defaultdict[str, Signal] = defaultdict(Signal)
+        self._spans = GroupSpans(ledger)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def commit(self, command: Command[_P, _Answer], *args: _P.args, **kwargs: _P.kwargs) -> _Answer:
@@ -79,6 +81,7 @@ class Committer:
 
     def _append(self, transaction: Transaction) -> Awaitable[None]:
         durable = self._journal.append(transaction)
+        self._spans.add(transaction)
         for sample in transaction.with_columns:
             self._columns.pin(sample.record, sample.columns)
         for name in {e.stream for e in transaction.events}:

@@ -16,12 +16,13 @@ from headrace.hooks.reward import Reward
 from headrace.limits import MAX_ID_CHARACTERS
 from headrace.process.workers import WorkerError
 from headrace.prompts import label_for_hooks
+from headrace.rpc import tracing
 from headrace.rpc.log import log
 from headrace.session import Branch
 from headrace.trajectory import ROLE, TURNS, Failure, Sample, Status, bounded_turns
 from services.rollout.agents.session import AgentSessions, Session, SessionLimits
 from services.rollout.production.hooks import UserFunction
-from services.rollout.production.sampling import SampleRequest, failed_sample
+from services.rollout.production.sampling import SampleRequest, failed_sample, span_of
 
 _WORKERS = 2
 
@@ -119,10 +120,15 @@ class AgentSampler:
         return [sample for samples in made for sample in samples]
 
     async def _play(self, request: SampleRequest, *, evaluation: bool) -> list[Sample]:
+        with span_of([request], evaluation=evaluation):
+            return await self._played(request, evaluation=evaluation)
+
+    async def _played(self, request: SampleRequest, *, evaluation: bool) -> list[Sample]:
         session = self._sessions.open(request.params, self._limits, self._warn_once)
         session.priority = self._evaluation_priority if evaluation else None
         try:
             async with self._places:
+                session.spans = tracing.current()
                 played = await self.player.play(_task(request, evaluation), session, request.sample_id)
             await self._sessions.close(session)
             return self._samples(request, session, played)

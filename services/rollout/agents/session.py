@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
 from headrace.hooks.agent import ROLE_MARK, as_role
 from headrace.hooks.kit.tool_call import divided_thought, opened_thought
+from headrace.rpc import tracing
 from headrace.session import Ask, RecordedAnswer, SessionRecord
 from services.rollout.admission import EngineSlots, Kind
 from services.rollout.agents.dialects.core import Asked, Call, Reply, TemplateMessage
@@ -60,6 +61,10 @@ class Session:
     """Which of several agents of the task it is; empty where there is one."""
     roles: dict[str, Session] = field(default_factory=dict)
     """The sessions of several agents, with a record each."""
+    spans: tracing.Contexts = ()
+    """Those of the sample that is played."""
+    answered: float | None = None
+    """When its agent had the last response, in Unix seconds."""
     _asked: int = 0
     _begun: float = field(default_factory=time.monotonic)
 
@@ -100,7 +105,7 @@ class Session:
         return [session for session in every if session.record.num_answers]
 
     def _empty(self) -> None:
-        self.record, self.kept, self.roles = self.record.emptied(), {}, {}
+        self.record, self.kept, self.roles, self.answered = self.record.emptied(), {}, {}, None
 
     async def close(self) -> None:
         """Ends what is still asked. Later requests are refused."""
@@ -212,7 +217,10 @@ class AgentPolicy:
 
     async def ask(self, session: Session, asked: Asked) -> Ask:
         """Returns the request as tokens. Raises InvalidArgument where the chat template refuses it."""
-        record = session.record
+        record, now = session.record, time.time()
+        tracing.adopt(session.spans)
+        if session.answered is not None:
+            tracing.record("rl.environment", session.spans, session.answered, now, {})
         if asked.messages is None:
             return await self._encoder.off_loop(record.ask_text, asked.text)
         ask = await self._encoder.off_loop(
@@ -268,6 +276,7 @@ class AgentPolicy:
         message = None if asked.messages is None else reply.message()
         if generation.tokens:
             session.record.add(ask, reply.answer, message)
+        session.answered = time.time()
         if asked.keep_as is not None and message is not None:
             session.kept[asked.keep_as] = (*asked.conversation, message)
         return reply

@@ -19,6 +19,7 @@ from typing import Any
 from headrace.errors import DeadlineExceeded, FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
 from headrace.job.schema.production import ContextLimit
 from headrace.models.tokenizer.tokenizer import end_tokens
+from headrace.rpc import tracing
 from headrace.rpc.log import log
 from headrace.rpc.retry import Backoff
 from services.rollout.engine.api import NOTHING_YET, Generation, PromptImages, SamplingParams
@@ -399,8 +400,9 @@ class Generator:
             seconds += GRACE_SECONDS
         end = time.monotonic() + seconds
         cache_key = self._weights.cache_key
+        traced = tracing.span(tracing.GENERATE, attributes={"headrace.request": request.request_id}, has_children=False)
         if not request.streaming:
-            with self._activity.requests(), self._adapter_of(request) as adapter:
+            with traced as span, self._activity.requests(), self._adapter_of(request) as adapter:
                 async with ending:
                     answer = await self._router.generate(
                         tokens,
@@ -414,9 +416,10 @@ class Generator:
                         sampling_mask=request.sampling_mask,
                         adapter=adapter,
                     )
+                _show(span, answer)
             yield await self._accepted(answer, len(tokens), end)
             return
-        with self._activity.requests(), self._adapter_of(request) as adapter:
+        with traced as span, self._activity.requests(), self._adapter_of(request) as adapter:
             answers = self._router.stream(
                 tokens,
                 params,
@@ -429,6 +432,7 @@ class Generator:
             )
             async with contextlib.aclosing(answers):
                 async for answer in answers:
+                    _show(span, answer)
                     generation = await self._accepted(answer, len(tokens), end)
                     yield generation
                     if len(generation.tokens) < len(answer.tokens):
@@ -445,6 +449,12 @@ class Generator:
         except TimeoutError as error:
             raise DeadlineExceeded("its weights were neither committed nor refused in time") from error
         return Generation.of(answer, ranges, num_prompt_tokens)
+
+
+def _show(span: tracing.Span, answer: EngineResponse) -> None:
+    span.set(tracing.OUTPUT_TOKENS, len(answer.tokens))
+    if answer.spans:
+        span.set(tracing.LANE, tracing.engine_of(answer.spans[-1].name))
 
 
 def _within(so_far: Generation, params: SamplingParams) -> Generation:

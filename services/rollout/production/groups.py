@@ -19,6 +19,7 @@ from headrace.job.schema.production import ContextLimit
 from headrace.job.schema.run import TrackingSection
 from headrace.job.schema.training import DistillationSection
 from headrace.process.workers import WorkerError
+from headrace.rpc import tracing
 from headrace.rpc.log import log
 from headrace.rpc.retry import retry_until
 from headrace.sample_log import Answer, SampleLog
@@ -273,7 +274,8 @@ class GroupSampler:
         if self._teacher:
             samples = await self._teacher.mark(samples)
         if self._scorer:
-            samples = await self._scorer.score(samples, waited_seconds=waited_seconds, away=away)
+            with tracing.span("rl.reward"):
+                samples = await self._scorer.score(samples, waited_seconds=waited_seconds, away=away)
         put = await self._filtered(lease, samples)
         if self._untrained_samples:
             is_dropped = put.outcome == buffer_pb2.PUT_OUTCOME_DROPPED

@@ -36,7 +36,7 @@ from services.rollout.engine.fleet import Activity
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.prompts import PromptEncoder
-from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample
+from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample, span_of
 
 GENERATE_FUNCTION_PATH = "generate_function_path"
 """The key in a prompt's hook_json of the function that plays it."""
@@ -507,7 +507,7 @@ class CustomGenerateSampler:
         try:
             async with self._places:
                 oldest, refusals = self._weights.policy_version, self._weights.refusals
-                with self._activity.requests(len(requests)):
+                with self._activity.requests(len(requests)), span_of(requests, evaluation=evaluation):
                     results = await self._function.call(run_generate, self._args, given, params, evaluation)
             await self._weights.wait_for_verdicts()
             self._require_no_refusal(refusals)

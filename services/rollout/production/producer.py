@@ -29,6 +29,7 @@ from headrace.errors import (
     Unavailable,
 )
 from headrace.limits import cut_text
+from headrace.rpc import tracing
 from headrace.rpc.log import kept_running, log
 from headrace.rpc.retry import retry_until
 from services.rollout.metrics import RolloutMetrics
@@ -257,12 +258,14 @@ class Producer:
         keeper = asyncio.create_task(
             kept_running("renew a lease", lambda: self._keep(lease), self._metrics.background_work_ended)
         )
+        facts = {"headrace.group": lease.group_id, "headrace.lease": lease.lease_id}
         try:
-            result = await self._sampled(lease, interruption if self._sampler.returns_partials else None)
-            release = await self._put(lease, result) if isinstance(result, buffer_pb2.GroupPut) else result
-            if release is not None:
-                log.info("group_released", group_id=lease.group_id, why=release.reason)
-                await self._release([release])
+            with tracing.span("headrace.lease", tracing.group(lease.group_id, lease.n_samples), facts):
+                result = await self._sampled(lease, interruption if self._sampler.returns_partials else None)
+                release = await self._put(lease, result) if isinstance(result, buffer_pb2.GroupPut) else result
+                if release is not None:
+                    log.info("group_released", group_id=lease.group_id, why=release.reason)
+                    await self._release([release])
         finally:
             keeper.cancel()
             del self._groups[lease.lease_id]
@@ -309,7 +312,8 @@ class Producer:
         if newest > self._served_version():
             return _release(lease.lease_id, f"version {newest} is not served any more: its trainer started again")
         try:
-            result = await self._delivered(put, may_be_early=newest > lease.policy_version)
+            with tracing.span("headrace.put"):
+                result = await self._delivered(put, may_be_early=newest > lease.policy_version)
         except Exception as error:  # noqa: BLE001  # what it was made of cannot be stored; that it failed can be
             if put.outcome == buffer_pb2.PUT_OUTCOME_FAILED:
                 return _release(lease.lease_id, cut_text(f"neither put nor failed: {error}"))

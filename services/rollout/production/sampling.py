@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from headrace.limits import (
     require_between,
     require_finite,
 )
+from headrace.rpc import tracing
 from headrace.rpc.log import log
 from headrace.trajectory import ROUTED_EXPERTS, Failure, Sample, Status
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
@@ -97,6 +99,12 @@ class SampleRequest:
         made["tokens"] = np.asarray(made["tokens"], dtype=np.int32)
         mask, known = np.asarray(loss_mask, dtype=np.uint8), np.asarray(log_probs, dtype=np.float32)
         return Sample(**made, loss_mask=mask, rollout_log_probs=known, status=status)
+
+
+def span_of(requests: Sequence[SampleRequest], *, evaluation: bool) -> AbstractContextManager[tracing.Span]:
+    """A span around the generation of samples. Evaluations are not traced: nothing is trained on them."""
+    traces = () if evaluation else tracing.samples((request.group_id, request.index) for request in requests)
+    return tracing.span("rl.sample", traces, {"headrace.sample": requests[0].sample_id})
 
 
 def job_params(rollout: RolloutSection) -> SamplingParams:
@@ -255,18 +263,19 @@ class EngineSampler:
             return self._sample(request, begun)
         self.in_flight += 1
         try:
-            generation = await self._generator.generate(
-                request.prompt.tokens,
-                params,
-                request_id=request.sample_id,
-                seconds=self._seconds,
-                begun=begun,
-                return_partial=return_partial,
-                priority=priority,
-                images=request.prompt.for_engine,
-                routing_key=f"{request.group_id}/{request.index // self._samples_together}",
-                sampling_mask=has_mask,
-            )
+            with span_of([request], evaluation=evaluation):
+                generation = await self._generator.generate(
+                    request.prompt.tokens,
+                    params,
+                    request_id=request.sample_id,
+                    seconds=self._seconds,
+                    begun=begun,
+                    return_partial=return_partial,
+                    priority=priority,
+                    images=request.prompt.for_engine,
+                    routing_key=f"{request.group_id}/{request.index // self._samples_together}",
+                    sampling_mask=has_mask,
+                )
             return self._sample(request, generation)
         except HeadraceError as error:
             log.warning("sample_failed", sample_id=request.sample_id, reason=error.reason, message=error.message)

@@ -24,6 +24,7 @@ from headrace.errors import (
     Unavailable,
 )
 from headrace.publication import Probe
+from headrace.rpc import tracing
 from headrace.rpc.log import log
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Activity, Engine, EngineState, Fleet
@@ -417,6 +418,9 @@ class Receiver:
             publication.resumed.add(engine.engine_id)
             await engine.client.resume()
             self._fleet.activity.go_on()
+            paused_seconds = time.monotonic() - (publication.paused_at or 0.0)
+            facts = {tracing.LANE: engine.engine_id, "headrace.policy_version": version}
+            tracing.record("headrace.standstill", tracing.current(), time.time() - paused_seconds, time.time(), facts)
 
         await participants.each(resume)
         assert publication.paused_at is not None

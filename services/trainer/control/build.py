@@ -37,6 +37,7 @@ from services.trainer.loop import Devices
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.build import join_ranks, logs_samples, policy_of
 from services.trainer.model.policy import Policy
+from services.trainer.model.profile import StepProfiler
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.serving.evaluation import evaluations_of
 from services.trainer.serving.report import RunReport
@@ -114,7 +115,9 @@ class TrainerBuild:
         sender = self.sender(policy, layout, joined.channel.is_aborted)
         gc.freeze()  # libraries and the model stay: a collection that looks at them costs a step 0.1 s
         log.info("built", restored_step=restored_step)
-        worker = RankWorker(policy, sender, fetch, checkpoints, self._trained_samples(layout))
+        steps = job.debug.profiled_steps
+        profiler = StepProfiler(steps, RunFolder(self.run_dir).profile, layout) if steps else None
+        worker = RankWorker(policy, sender, fetch, checkpoints, self._trained_samples(layout), profiler)
         return Built(layout, worker, checkpoints, restored_step)
 
     @property

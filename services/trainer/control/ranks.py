@@ -18,6 +18,7 @@ import msgspec
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal
 from headrace.models.folders import is_whole
+from headrace.rpc import tracing
 from headrace.rpc.log import log
 from headrace.rpc.tls import tls_of
 from services.trainer.checkpoint.checkpoint import Checkpoints
@@ -227,7 +228,8 @@ class TrainerRanks:
         await asyncio.to_thread(self._checkpoints.claim, state.epoch)
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
-        with self._console.phase(pb.PHASE_TRAINING):
+        traces = tracing.samples((sample.group_id, sample.index) for sample in batch.samples)
+        with self._console.phase(pb.PHASE_TRAINING), tracing.span("rl.train", traces, {tracing.STEP: step}):
             trained = await self._group.call(RankWorker.train, step, self._skipped.applied(batch).samples)
         await retry_while_full(lambda: self._skipped.append(step, trained.set_aside), self._skipped.path)
         await retry_while_full(lambda: self._record.append(step, batch), self._record.path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control.senders import Compared, Probed, Sender, Sent, StageGroup, StageWeights
 from services.trainer.data.samples import Fetch, SamplesRead, TrainedSamples, UnusableSample
 from services.trainer.model.policy import Policy
+from services.trainer.model.profile import StepProfiler
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.rl.seen_tokens import shown_ids
 
@@ -56,8 +58,10 @@ class RankWorker:
         fetch: Fetch,
         checkpoints: Checkpoints,
         trained_samples: TrainedSamples | None,
+        profiler: StepProfiler | None = None,
     ) -> None:
         """`trained_samples`: None on ranks that know no samples of their own, and where the job wants none written."""
+        self._profiler = profiler
         self._policy = policy
         self._sender = sender
         self._fetch = fetch
@@ -69,11 +73,10 @@ class RankWorker:
     @command
     def train(self, step: int, samples: Sequence[SampleFacts]) -> Trained:
         """One rollout step's optimizer steps."""
-        if self._trained_samples is None:
-            metrics = self._policy.train(step, samples, self._fetch)
-        else:
-            read = SamplesRead(self._fetch, step + 1)
-            metrics = self._policy.train(step, samples, read)
+        read = None if self._trained_samples is None else SamplesRead(self._fetch, step + 1)
+        with self._profiler.step(step + 1) if self._profiler else nullcontext():
+            metrics = self._policy.train(step, samples, read or self._fetch)
+        if self._trained_samples is not None and read is not None:
             seen = self._policy.take_seen()
             self._trained_samples.write(step + 1, read.of(self._policy.trained_ids), seen, shown_ids(step, samples))
         self._scored_by.update(sample.scored_by for sample in samples if sample.scored_by and not sample.set_aside)

@@ -18,6 +18,7 @@ from headrace.errors import ConfigError, DataLoss
 from headrace.models.architecture import Architecture
 from headrace.models.folders import BlockFp8
 from headrace.publication import TensorSpec
+from headrace.rpc import tracing
 from headrace.trajectory import Sample, Status
 from services.trainer.checkpoint.manifest import ShardChunk
 from services.trainer.checkpoint.resharding import CheckpointReader, ModelState, RandomState
@@ -208,6 +209,11 @@ class Policy:
 
     def train(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> dict[str, float]:
         """The optimizer steps of one rollout step; metrics are equal on all ranks, but for times."""
+        facts = {tracing.LANE: f"rank {self._layout.rank}", tracing.STEP: step}
+        with tracing.span("headrace.rank", tracing.step(step), facts):
+            return self._train(step, samples, fetch)
+
+    def _train(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> dict[str, float]:
         with self._stopwatch.host_part("fetch"):
             batch = self._batches.read(step, samples, fetch)
         self.set_aside, self.is_logged = batch.set_aside, batch.is_logged

@@ -31,6 +31,8 @@ class SampleFacts:
     """Which of several agents of a task; its rewards count against those of the same role."""
     scored_by: str = ""
     """The scorer that paid for it, and the scorer's version."""
+    index: int = 0
+    """Position in the group."""
     set_aside: str | None = None
     """Why the trainer cannot use it, where it cannot: it counts as FAILED."""
 
@@ -59,6 +61,7 @@ class SampleFacts:
             trained_tokens=min(envelope.trained_tokens, max(envelope.prompt_tokens + envelope.response_tokens - 1, 0)),
             min_policy_version=min(versions, default=None),
             role=envelope.tags.get(ROLE, ""),
+            index=envelope.index,
             scored_by=f"{envelope.scorer} {envelope.scorer_version}".strip(),
         )
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.errors import FailedPrecondition, Fenced, HeadraceError, Unavailable
+from headrace.rpc import tracing
 from headrace.rpc.log import log
 from services.trainer.serving.evaluation import EvalScheduler
 from services.trainer.serving.report import RunReport
@@ -159,7 +160,9 @@ class TrainerConsole:
         before, self._status.phase = self._status.phase, phase
         started = self._clock()
         try:
-            yield
+            traces = tracing.step(self._status.step) if phase in _SPANS else ()
+            with tracing.span(_SPANS.get(phase, ""), traces, {tracing.STEP: self._status.step}):
+                yield
         finally:
             self._status.phase = before
             self._seconds[phase] += self._clock() - started
@@ -173,6 +176,7 @@ class TrainerConsole:
     def open_without_steps(self, world_size: int) -> None:
         """The ranks are up, and carry out what clients of Tinker's API ask for."""
         self._has_steps = False
+        self._status.num_steps = 0
         self._status.world_size = world_size
         self._status.phase, self._waiting_since = pb.PHASE_WAITING, time.monotonic()
 
@@ -197,6 +201,9 @@ class TrainerConsole:
         """The batch is here: takes the production since the one before, which is reported with the step."""
         self._status.phase = pb.PHASE_TRAINING
         self._produced = metrics
+        step, now = self._status.step, time.time()
+        begun = now - (time.monotonic() - self._waiting_since)
+        tracing.record("headrace.wait", tracing.step(step), begun, now, {tracing.STEP: step})
 
     def mark(self, text: str) -> None:
         """The row of the step that is trained next says that this changed before it, and so do the pictures."""
@@ -235,7 +242,11 @@ class TrainerConsole:
     def report(self, state: TrainState, metrics: dict[str, float]) -> None:
         """A step is done; `state.step` counts it."""
         self._show(state)
-        metrics = {**metrics, **self._produced, **self._times()} | {"policy_version": float(state.policy_version)}
+        times = self._times()
+        now, step = time.time(), state.step - 1
+        begun = now - times["time/step_seconds"]
+        tracing.record("rl.loop", tracing.step(step), begun, now, {tracing.STEP: step}, is_root=True)
+        metrics = {**metrics, **self._produced, **times} | {"policy_version": float(state.policy_version)}
         self._report.write(state.step, metrics, untracked=self._untracked)
         self._untracked = frozenset()
         log.info("step", step=state.step, **{k: round(v, 6) for k, v in metrics.items() if k in _LOGGED})
@@ -314,6 +325,14 @@ _TIMES = {
     pb.PHASE_SAVING: "time/save_seconds",
     pb.PHASE_EVALUATING: "time/evaluate_seconds",
 }
+_SPANS = {
+    pb.PHASE_TRAINING: "rl.train",
+    pb.PHASE_PUBLISHING: "rl.sync",
+    pb.PHASE_SAVING: "headrace.save",
+    pb.PHASE_EVALUATING: "headrace.evaluate",
+    pb.PHASE_PAUSED: "headrace.pause",
+}
+"""The first names of OpenTelemetry's proposed conventions for reinforcement learning (rl.*), where they have one"""
 
 _LOGGED = frozenset(
     {

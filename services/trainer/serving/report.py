@@ -14,6 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
 from headrace.disk import atomic_write
 from headrace.rpc.log import log
 from headrace.run_folder import MetricsRow, RunFolder, is_evaluation, row_of, step_of
@@ -119,7 +123,7 @@ _OF_EVALUATIONS = pictures.EVALUATIONS
 _OF_STEPS = tuple({*pictures.CURVES, *pictures.TIMELINE} - {*_OF_EVALUATIONS})
 
 
-class RunReport:
+class RunReport(Collector):
     """Appends rows. `resume` first: a run that starts again keeps the rows up to its checkpoint."""
 
     def __init__(
@@ -135,6 +139,8 @@ class RunReport:
         """What changed since the last step's row"""
         self._trackers = Trackers()
         self._samples = SampleLog(RunFolder(folder).samples)
+        self._newest: Mapping[str, float] = {}
+        self._newest_step = 0
         self._maybe_trained: int | None = None
         """The step that was trained last"""
         self._steps = Points(_OF_STEPS)
@@ -156,6 +162,14 @@ class RunReport:
             self.mark(": ".join(filter(None, ["restart", ", ".join(self._changes)])))
         self._trackers = self._open_trackers(step)
         self._wake()
+
+    def collect(self) -> Iterator[Metric]:
+        """The newest value of each metric, for the trainer's metrics page."""
+        newest = GaugeMetricFamily("headrace_trainer_metric", "Newest value in metrics.jsonl.", labels=["name"])
+        for name, value in self._newest.items():
+            newest.add_metric([name], value)
+        yield newest
+        yield GaugeMetricFamily("headrace_trainer_step", "Steps trained.", self._newest_step)
 
     def rows(self) -> Iterator[MetricsRow]:
         """Reads all rows from the file, one after the other."""
@@ -223,7 +237,8 @@ class RunReport:
         self._changed = asyncio.Event()
 
     def _show(self, row: MetricsRow) -> None:
-        """Adds the row to what the pictures show."""
+        """Adds the row to what the pictures and the metrics page show."""
+        self._newest, self._newest_step = {**self._newest, **row.metrics}, max(row.step, self._newest_step)
         self._steps.add(row.step, row.metrics, row.time, row.marks)
         self._evaluations.add(row.step, row.metrics, row.time)
 

@@ -40,11 +40,12 @@ FILES = {
     "inspect": ("inspect.txt",),
     "mcp": ("mcp.txt",),
     "tinker": ("tinker.txt", *CPU),
+    "trace": ("trace.txt",),
     "json-schema": CPU,
     "migrate": CPU,
 }
 """Which files have the pins of an extra. Those of headrace without one stand in all of them."""
-OPTIONAL = ("ray", "wandb", "ifbench", "trackio", "mlflow", "inspect", "mcp", "tinker")
+OPTIONAL = ("ray", "wandb", "ifbench", "trackio", "mlflow", "inspect", "mcp", "tinker", "trace")
 """Installed on top of `CPU`, by `make`."""
 
 

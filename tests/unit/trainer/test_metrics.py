@@ -52,6 +52,7 @@ def test_speed_is_what_was_needed_over_the_time_that_trained() -> None:
     assert metrics["tflops_per_rank"] == pytest.approx(3 * 8 / 4 / 2)
     assert metrics["mfu"] == pytest.approx(1.0)
     assert metrics["tokens_per_second"] == pytest.approx(8 / 5)
+    assert metrics["tokens_per_second_per_rank"] == pytest.approx(8 / 5 / 2)
     assert metrics["time/backward_seconds"] == pytest.approx(2.0)
     assert "mfu" not in Speed(flops, world_size=2, peak=None).metrics([facts(6, 2)], seconds)
 

@@ -17,7 +17,7 @@ from headrace.view.data import RunData
 from headrace.view.server import write_page
 from tests.support.browser import Visit, chromium, visit
 from tests.support.models.tiny_model import make_tiny_tokenizer
-from tests.support.view_folder import HOSTILE, LONG, TURNS, Sizes, write_view_folder
+from tests.support.view_folder import HOSTILE, LANES, LONG, TURNS, Sizes, write_view_folder
 from tests.support.viewed_run import viewed_run
 
 SIZES = Sizes(steps=18, groups=6, samples=8)
@@ -196,6 +196,25 @@ def test_tokens_are_coloured_by_what_one_chooses(browser: Browser, index: Path) 
         seen.page.locator(".tokens").focus()
         seen.page.keyboard.press("ArrowRight")
         expect(seen.page.locator(".token-detail")).to_contain_text("17 of the response")
+
+
+def test_the_trace_of_a_sample_has_its_lanes_its_lost_lease_and_the_same_as_a_table(
+    browser: Browser, index: Path
+) -> None:
+    with opened(browser, index, VIEWS["sample"]) as seen:
+        trace = seen.page.locator("section[aria-label=Trace]")
+        bars = trace.locator(".bar")
+        expect(bars).to_have_count(13)
+        lanes = trace.locator("svg > text:not(.mark)").all_text_contents()
+        assert [name for name in lanes if name in LANES] == LANES
+        expect(trace.locator(".bar.failed")).to_have_count(2)
+        bars.nth(1).hover()
+        expect(trace.locator(".trace-detail")).to_contain_text(f"LEASE_EXPIRED: {HOSTILE[:10]}")
+        expect(trace.locator(".break")).to_have_count(3)
+        trace.locator("summary").click()
+        expect(trace.locator("tbody tr")).to_have_count(13)
+    with opened(browser, index, VIEWS["sample"].replace("%2F1%2F1", "%2F1%2F2")) as seen:
+        expect(seen.page.locator("section[aria-label=Trace]")).to_contain_text("--trace-sample-ratio")
 
 
 def test_a_sample_without_tokens_says_why_and_where_there_are_some(browser: Browser, index: Path) -> None:

@@ -16,12 +16,16 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.rpc.net import free_port
+from headrace.rpc.tracing import GENERATE
+from headrace.run_folder import RunFolder
+from headrace.traces import by_trace, read_spans
 from headrace.trajectory import Status
 from services.rollout.agents.sampler import WorkerPlayer
 from tests.support.agents import AGENT, GROUPS, SAMPLES, Producing, require_as_sampled
 from tests.support.agents import producing as producing_with
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
+from tests.support.tracing import traced
 
 
 @contextlib.asynccontextmanager
@@ -43,6 +47,22 @@ async def test_an_agents_runs_become_the_batch_of_a_step(tmp_path: Path) -> None
         assert 0 in sample.loss_mask  # the question between the answers
         assert sample.scorer.startswith("agent ")
         assert [one.policy_version for one in sample.policy_ranges] == [0, 0]
+
+
+async def test_a_trace_has_each_turn_of_an_agent_and_what_it_did_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with traced(monkeypatch, tmp_path / "run") as begin:
+        begin(process="rollout")
+        async with producing(tmp_path, AGENT, num_prompts=0) as (made, _):
+            await made.play(2)
+    traces = by_trace(read_spans(RunFolder(tmp_path / "run")))
+    assert len(traces) == 2
+    for sample, *parts in traces.values():
+        assert [sample.name, *(part.name for part in parts)] == ["rl.sample", GENERATE, "rl.environment", GENERATE]
+        assert {part.parent_id for part in parts} == {sample.span_id}
+        assert {part.attributes["gen_ai.usage.output_tokens"] for part in parts[::2]} == {6}
+        assert {part.service for part in parts[::2]} == {"engine 0"}
 
 
 async def test_a_worker_that_is_killed_costs_no_sample(tmp_path: Path) -> None:
