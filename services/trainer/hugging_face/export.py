@@ -71,7 +71,7 @@ _SINGLE = "model.safetensors"
 _FIRST = "model-00001-of-00001.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-_QUANTIZED = "float8_e4m3fn"
+_QUANTIZED = ("float8_e4m3fn", "int32")
 _DRAFT = ".draft"
 _TORN = ".torn"
 
@@ -130,9 +130,9 @@ def _finish(
     hf_checkpoint: Path, draft: Path, folder: Path, specs: Sequence[TensorSpec], file_bytes: int, parts: Sequence[Part]
 ) -> None:
     """Runs on rank 0 when every stage's files are durable."""
-    dtype = next(spec.dtype for spec in specs if spec.dtype != _QUANTIZED)
+    dtype = next(spec.dtype for spec in specs if spec.dtype not in _QUANTIZED)
     copy_companions(hf_checkpoint, draft)
-    _write_config(hf_checkpoint, draft, dtype, is_quantized=any(spec.dtype == _QUANTIZED for spec in specs))
+    _write_config(hf_checkpoint, draft, dtype, is_quantized=any(spec.dtype in _QUANTIZED for spec in specs))
     _write_index(draft, [*parts, write_passthrough_layers(hf_checkpoint, draft, dtype, file_bytes)])
     sync_files(draft)
     if folder.exists():
