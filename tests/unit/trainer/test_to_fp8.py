@@ -146,11 +146,28 @@ def test_layers_that_predict_further_tokens_are_exported_as_they_came(family: st
     a = read_architecture(tmp_path)
     check_names(HfFolder(tmp_path, a), a)
     (tmp_path / "draft").mkdir()
-    files, _ = write_passthrough_layers(tmp_path, tmp_path / "draft", "float32", 1 << 30)
+    files, _ = write_passthrough_layers(tmp_path, tmp_path / "draft", "float32", 1 << 30, is_quantized=False)
     layer = load_file(tmp_path / "mtp.safetensors")
     assert layer.keys() <= files.keys()
     kept = load_file(tmp_path / "draft" / "model-kept-00001.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in layer.items())
+
+
+def test_a_publication_in_fp8_has_them_in_fp8_so_that_engines_draft_with_them(tmp_path: Path) -> None:
+    name = "mtp.layers.0.mlp.experts.0.up_proj.weight"
+    make_tiny(tmp_path / "plain", "qwen3_next")
+    add_mtp_layer(tmp_path / "plain", "mtp.layers.0")
+    layer = load_file(tmp_path / "plain" / "mtp.safetensors") | {name: torch.randn(128, 128)}
+    save_file(layer, tmp_path / "plain" / "mtp.safetensors")
+    to_fp8(tmp_path / "plain", tmp_path / "fp8")
+    published = {n: tensor for n, tensor in weights(tmp_path / "fp8").items() if n.startswith("mtp.")}
+    assert published[name].dtype == torch.float8_e4m3fn
+    (tmp_path / "draft").mkdir()
+    write_passthrough_layers(tmp_path / "fp8", tmp_path / "draft", "bfloat16", 1 << 30, is_quantized=True)
+    kept = load_file(tmp_path / "draft" / "model-kept-00001.safetensors")
+    assert kept.keys() == published.keys() == layer.keys() | {f"{name}_scale_inv"}
+    assert all(kept[n].dtype == tensor.dtype for n, tensor in published.items())
+    assert all(kept[n].float().equal(tensor.float()) for n, tensor in published.items())
 
 
 GROUP = 32
