@@ -33,6 +33,7 @@ from headrace.job.rules.scope import Scope
 from headrace.job.rules.training import (
     check_routing_replay,
     check_training,
+    offloads_activations,
     require_gpus,
     require_states_that_are_saved,
     uses_critic,
@@ -66,6 +67,7 @@ def check(job: Job, scope: Scope) -> None:
         scoped(job, scope)
     if "trainer" in scope.services:
         require_gpus(job, scope)
+        offloads_activations(job, scope)
         require_states_that_are_saved(job, scope)
     if "rollout" in scope.services:
         check_engine_machines(job, scope)
