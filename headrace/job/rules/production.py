@@ -124,6 +124,8 @@ def _refused_argument(name: str, value: object) -> str | None:
         return "cannot be given: engines listen on 127.0.0.1 and need no key, and a run's folder stores its job as " + (
             "plain text: leave it out"
         )
+    if name == "kv_cache_dtype" and value not in SGLANG["kv_cache_dtypes"]:
+        return f"{value}: choose from {', '.join(SGLANG['kv_cache_dtypes'])}"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if name in _LARGEST_SHARE and not (is_number and 0 < value < _LARGEST_SHARE[name]):  # type: ignore[operator]
         below = " and below 1" if _LARGEST_SHARE[name] == 1 else ""
@@ -330,6 +332,11 @@ def _quantized(job: Job, form: QuantizedForm, scope: Scope) -> None:
         raise ConfigError(
             f"hf_checkpoint {job.model.hf_checkpoint} is in {form}, whose other weights SGLang takes in bfloat16, "
             "and the trainer publishes float32: pass --bf16, or name a folder in float32"
+        )
+    if job.train.true_on_policy_mode:
+        raise ConfigError(
+            f"true_on_policy_mode with hf_checkpoint {job.model.hf_checkpoint} in {form}: engines round the weights, "
+            "and the trainer does not: name a folder in bfloat16, or leave --true-on-policy-mode out"
         )
     if job.publish.update_weight_delta and form.bits != 8:
         raise ConfigError(

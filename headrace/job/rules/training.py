@@ -32,6 +32,11 @@ def replays_routing(job: Job) -> bool:
     return job.train.use_routing_replay or job.train.use_rollout_routing_replay
 
 
+def rounds_kv_cache(job: Job) -> bool:
+    """True when engines keep keys and values in fewer bits than the model computes with."""
+    return job.sglang.get("kv_cache_dtype", "auto") not in ("auto", "bf16", "bfloat16")
+
+
 _MASK_TOKENS = 4096
 """SGLang's own default."""
 _EXACT_DRAFTS = ("DFLASH", "DSPARK")
@@ -154,6 +159,11 @@ def _true_on_policy(job: Job) -> None:
                 f"true_on_policy_mode needs {name} {wanted}, and it is {value}: change it, or leave "
                 "--true-on-policy-mode out"
             )
+    if rounds_kv_cache(job):
+        raise ConfigError(
+            f"true_on_policy_mode with --sglang-kv-cache-dtype {job.sglang['kv_cache_dtype']}: engines round keys and "
+            "values, and the trainer does not: leave one of them out"
+        )
     if narrows_sampling(job) and mask_tokens(job) is None:
         raise ConfigError(
             f"true_on_policy_mode with rollout_top_p {job.rollout.rollout_top_p:g} and rollout_top_k "
