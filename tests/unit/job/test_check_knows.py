@@ -173,3 +173,29 @@ def test_a_job_for_gpus_elsewhere_is_checked_without_them(
     (model / "elsewhere").rename(model / "model.safetensors")
     with pytest.raises(ConfigError, match="moe-permute-fusion: Megatron-core does that only on a GPU"):
         load(job_file, flags[:1], {}, lambda _: Scope(["trainer"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--fine-grained-activation-offloading", "needs --offload-modules"),
+        ("--cpu-offloading --recompute-granularity selective", "cpu_offloading with recompute_granularity"),
+        ("--cpu-offloading --pipeline-model-parallel-size 2", "cpu_offloading with pipeline_model_parallel_size"),
+        (
+            "--cpu-offloading --fine-grained-activation-offloading --offload-modules core_attn",
+            "cpu_offloading with fine_grained_activation_offloading",
+        ),
+    ],
+)
+def test_two_ways_of_offloading_activations_are_refused_for_every_machine(
+    job_file: Path, flags: str, said: str
+) -> None:
+    placed = ["--actor-num-gpus-per-node", "2"] if "pipeline" in flags else []
+    with pytest.raises(ConfigError, match=said):
+        load(job_file, [*flags.split(), *placed], {}, lambda _: Scope(["trainer"], "another machine"))
+
+
+def test_offloading_activations_is_left_to_the_machine_that_has_gpus(job_file: Path) -> None:
+    seen = Scope(["trainer"], "another machine")
+    load(job_file, ["--cpu-offloading", "--cpu-offloading-num-layers", "1"], {}, lambda _: seen)
+    assert [reason for reason in seen.unchecked if "Transformer Engine" in reason]
