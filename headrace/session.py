@@ -75,6 +75,8 @@ class RecordedAnswer:
     """What the engine said of it, where a user's function has asked the engine."""
     is_cut: bool = False
     """A limit on turns or on context has ended the session."""
+    kept: Sequence[Sequence[int]] | None = None
+    """The token ids that each token was sampled from, where the engine said them."""
 
     @property
     def text(self) -> str:
@@ -158,6 +160,8 @@ class Branch:
     last: RecordedAnswer
     said: Sequence[Message]
     """The conversation of its last request, with the response."""
+    kept: Sequence[Sequence[int]] | None = None
+    """The token ids that each response token was sampled from; of all where its set is empty."""
 
 
 class Completion(str):
@@ -385,11 +389,13 @@ def _listed(tools: Sequence[Any] | None) -> list[Any] | None:
 def _branch(leaf: Turn, trained: set[int]) -> Branch:
     root, *later = leaf.path()
     response, mask, log_probs, ranges = list[int](), list[int](), list[float](), list[PolicyRange]()
+    kept = list[Sequence[int]]()
     for turn in (root, *later):
         if turn is not root:
             response += turn.context
             mask += [0] * len(turn.context)
             log_probs += [0.0] * len(turn.context)
+            kept += [()] * len(turn.context)
         is_new = id(turn) not in trained
         trained.add(id(turn))
         start = len(response)
@@ -399,6 +405,7 @@ def _branch(leaf: Turn, trained: set[int]) -> Branch:
         response += turn.answer.tokens
         mask += [int(is_new)] * len(turn.answer.tokens)
         log_probs += turn.answer.log_probs
+        kept += turn.answer.kept or [()] * len(turn.answer.tokens)
     return Branch(
         prompt=root.context,
         prompt_text=root.text.removesuffix(root.answer.text),
@@ -408,4 +415,5 @@ def _branch(leaf: Turn, trained: set[int]) -> Branch:
         policy_ranges=tuple(ranges),
         last=leaf.answer,
         said=leaf.said,
+        kept=None if all(turn.answer.kept is None for turn in (root, *later)) else kept,
     )

@@ -46,7 +46,8 @@ _EXACT_DRAFTS = ("DFLASH", "DSPARK")
 def mask_tokens(job: Job) -> int | None:
     """How many tokens of each sampling mask the job's engines return at most; None where they return no masks."""
     started_elsewhere = job.placement.rollout_external_engine_addrs
-    if not job.train.keep_sampling_mask or started_elsewhere or job.rollout.user_function:
+    functions = job.rollout.rollout_function_path or job.rollout.custom_generate_function_path
+    if not job.train.keep_sampling_mask or started_elsewhere or functions:
         return None
     return int(job.sglang.get("sampling_mask_max_tokens", _MASK_TOKENS))
 
@@ -168,7 +169,7 @@ def _true_on_policy(job: Job) -> None:
         raise ConfigError(
             f"true_on_policy_mode with rollout_top_p {job.rollout.rollout_top_p:g} and rollout_top_k "
             f"{job.rollout.rollout_top_k} needs the sets that engines sampled from: pass --keep-sampling-mask, and "
-            "leave out external engines and functions or agents of your own"
+            "leave out external engines, and rollout and generate functions"
         )
 
 
