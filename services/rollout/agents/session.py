@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
 from headrace.hooks.agent import ROLE_MARK, as_role
 from headrace.hooks.kit.tool_call import divided_thought, opened_thought
-from headrace.rpc import tracing
-from headrace.session import Ask, RecordedAnswer, SessionRecord
+from headrace.session import ALL_TOKENS, Ask, RecordedAnswer, SessionRecord
 from services.rollout.admission import EngineSlots, Kind
 from services.rollout.agents.dialects.core import Asked, Call, Reply, TemplateMessage
 from services.rollout.agents.tool_calls import ToolCallReader
@@ -312,7 +311,7 @@ class AgentPolicy:
             content=content,
             rest=rest,
             end=end,
-            kept=None if session.mask_tokens is None else mask.by_token if mask else [()] * len(tokens),
+            kept=None if session.mask_tokens is None else mask.by_token if mask else [ALL_TOKENS] * len(tokens),
         )
         thought, spoken = "", content
         if asked.splits_thoughts:

@@ -205,9 +205,9 @@ class SamplingMask:
         return SamplingMask(np.concatenate((self.ids, later.ids)), np.concatenate((self.counts, later.counts)))
 
     @classmethod
-    def of(cls, kept: Sequence[Sequence[int]]) -> SamplingMask:
+    def of(cls, kept: Sequence[NDArray[np.int32]]) -> SamplingMask:
         """From the ids of each token."""
-        ids = np.concatenate([np.empty(0, np.int32), *(np.asarray(each, np.int32) for each in kept)])
+        ids = np.concatenate([np.empty(0, np.int32), *kept])
         return cls(ids, np.array([len(each) for each in kept], np.int32))
 
     @property

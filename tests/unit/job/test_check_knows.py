@@ -176,26 +176,26 @@ def test_a_job_for_gpus_elsewhere_is_checked_without_them(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    "flags",
     [
-        ("--fine-grained-activation-offloading", "needs --offload-modules"),
-        ("--cpu-offloading --recompute-granularity selective", "cpu_offloading with recompute_granularity"),
-        ("--cpu-offloading --pipeline-model-parallel-size 2", "cpu_offloading with pipeline_model_parallel_size"),
-        (
-            "--cpu-offloading --fine-grained-activation-offloading --offload-modules core_attn",
-            "cpu_offloading with fine_grained_activation_offloading",
-        ),
+        ["--fine-grained-activation-offloading", "--offload-modules", "core_attn", "attn_proj"],
+        ["--cpu-offloading", "--cpu-offloading-num-layers", "1"],
     ],
 )
-def test_two_ways_of_offloading_activations_are_refused_for_every_machine(
-    job_file: Path, flags: str, said: str
+def test_activation_offload_is_taken_for_a_machine_with_gpus_and_refused_by_name_without(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    placed = ["--actor-num-gpus-per-node", "2"] if "pipeline" in flags else []
-    with pytest.raises(ConfigError, match=said):
-        load(job_file, [*flags.split(), *placed], {}, lambda _: Scope(["trainer"], "another machine"))
+    monkeypatch.setattr(scopes, "num_gpus", lambda: 0)
+    job = load(job_file, flags, {}, lambda job: scopes.scope_of_check(job, elsewhere=False))
+    assert scopes.scope_of_check(job, elsewhere=False).elsewhere == flags[0]
+    assert flags[0][2:].replace("-", "_") in job.megatron
+    with pytest.raises(ConfigError, match=flags[0][2:]):
+        load(job_file, flags, {}, lambda _: Scope(["trainer"]))
 
 
-def test_offloading_activations_is_left_to_the_machine_that_has_gpus(job_file: Path) -> None:
-    seen = Scope(["trainer"], "another machine")
-    load(job_file, ["--cpu-offloading", "--cpu-offloading-num-layers", "1"], {}, lambda _: seen)
-    assert [reason for reason in seen.unchecked if "Transformer Engine" in reason]
+def test_a_kv_cache_in_fp8_is_checked_for_a_machine_with_gpus(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scopes, "num_gpus", lambda: 0)
+    flags = ["--sglang-kv-cache-dtype", "fp8_e4m3"]
+    job = load(job_file, flags, {}, lambda job: scopes.scope_of_check(job, elsewhere=False))
+    assert job.sglang["kv_cache_dtype"] == "fp8_e4m3"
+    assert scopes.scope_of_check(job, elsewhere=False).elsewhere == flags[0]
