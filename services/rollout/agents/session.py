@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
 from headrace.hooks.agent import ROLE_MARK, as_role
 from headrace.hooks.kit.tool_call import divided_thought, opened_thought
+from headrace.rpc import tracing
 from headrace.session import ALL_TOKENS, Ask, RecordedAnswer, SessionRecord
 from services.rollout.admission import EngineSlots, Kind
 from services.rollout.agents.dialects.core import Asked, Call, Reply, TemplateMessage
