@@ -45,7 +45,7 @@ CONSTANT = 16.0
 REFERENCE = {"ref_load": "{folder}/reference"}
 WHITENED = {"normalize_advantages": True, "kl_coef": KL_COEF}
 MIS_LOW = 0.35
-MODELS = ("qwen3_next", "gpt_oss", "olmo3")
+MODELS = ("qwen3_next", "gpt_oss", "olmo3", "minimax_m2")
 RECOMPUTED = {"use_rollout_logprobs": False, "num_steps_per_rollout": 2}
 
 
