@@ -269,6 +269,11 @@ OF_A_SERVER: Readers = {
 SHOWN_BY = {
     "insecure_sandbox": "test_the_sandbox_is_as_the_job_says, below",
     "rollout_placement": "tests/unit/rollout/engine/test_fleet.py: building its parts joins a Ray cluster",
+    "colocate": "tests/unit/rollout/test_runs.py, of a run that joins",
+    "rollout_runs": "tests/unit/rollout/test_runs.py",
+    "rollout_run_requests": "tests/unit/rollout/test_runs.py",
+    "tinker_port": "tests/e2e/test_tinker.py: no reward service is asked",
+    "trace_sample_ratio": "tests/unit/test_traces.py, in a run of all services",
     "num_gpus_per_node": "tests/unit/rollout/engine/test_slurm_engine.py: building its parts needs an allocation",
 }
 """Options that the service reads and this table does not compare, with the test that shows them."""
