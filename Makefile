@@ -88,6 +88,7 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors
 	@$(BIN)/python -m tests.bench.ledger.waiters
 	@$(BIN)/python -m tests.bench.weights.publication
 	@$(BIN)/python -m tests.bench.weights.adapters $(MODEL)
+	@$(BIN)/python -m tests.bench.weights.delta $(MODEL)
 	@$(BIN)/python -m tests.bench.training_step
 	@$(BIN)/python -m tests.bench.rewards
 	@$(BIN)/python -m tests.bench.agents $(MODEL)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,14 +79,17 @@ def require_usable(ratio: float) -> None:
     others = {os.environ.get(name) or _HTTP for name in _PROTOCOLS} - {_HTTP}
     if ratio and others and _is_sent():
         raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {others.pop()}: spans are sent as {_HTTP}, so unset it")
-    for name in _PACKAGES[: 1 + _is_sent()] if ratio else ():
-        try:
-            import_module(name)
-        except ImportError as error:
-            raise ConfigError(
-                f"trace_sample_ratio needs the package {error.name}: pip install 'headrace[trace]'",
-                field="trace_sample_ratio",
-            ) from error
+    if ratio and not all(map(_is_installed, _PACKAGES[: 1 + _is_sent()])):
+        raise ConfigError(
+            "trace_sample_ratio needs OpenTelemetry's SDK: pip install 'headrace[trace]'", field="trace_sample_ratio"
+        )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # nor is what it is a part of
+        return False
 
 
 def _is_sent() -> bool:

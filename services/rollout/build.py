@@ -420,7 +420,7 @@ class _Build:
             return self.host.scaler
         return Scaler(self.fleet, capacity(self.job, has_accelerator=self.has_accelerator), self.metrics)
 
-    def runs(self) -> Runs:
+    def runs(self) -> Runs[RolloutParts]:
         """The other runs, whose parts are built as this one's is."""
         slots = samples_at_once(self.job.rollout)
         return Runs(self.job, self.joined, self.turns, slots, self.metrics.background_work_ended)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Generic, Protocol, TypeVar
 
 import pydantic
 
@@ -21,19 +21,38 @@ from headrace.job.schema.job import Job
 from headrace.models.folders import base_digest
 from headrace.rpc.log import kept_running, log
 from services.rollout.admission import EngineSlots
+from services.rollout.engine.weights import ServedWeights
 from services.rollout.fleet_build import adapted_layers
-
-if TYPE_CHECKING:
-    from services.rollout.service import RolloutParts
+from services.rollout.metrics import RolloutMetrics
+from services.rollout.publication.receiver import Receiver
 
 LEASE_SECONDS = 15.0
 _REJOIN_SECONDS = 2.0
 
 
-class Part(Protocol):
+class OfRun(Protocol):
+    """The parts of a run that are shown of it."""
+
+    @property
+    def weights(self) -> ServedWeights:
+        """What it is served."""
+
+    @property
+    def metrics(self) -> RolloutMetrics:
+        """What it has produced."""
+
+    @property
+    def receiver(self) -> Receiver:
+        """Of its publications."""
+
+
+Parts = TypeVar("Parts", bound=OfRun)
+
+
+class Part(Protocol[Parts]):
     """A service for one run on engines that are there."""
 
-    parts: RolloutParts
+    parts: Parts
 
     async def start(self) -> None:
         """Raises ConfigError, as for a function that cannot be loaded here."""
@@ -43,19 +62,19 @@ class Part(Protocol):
 
 
 @dataclass
-class _Joined:
+class _Joined(Generic[Parts]):
     job_json: str
-    part: Part
+    part: Part[Parts]
     heard_at: float
 
 
-class Runs:
+class Runs(Generic[Parts]):
     """The runs beside the service's own."""
 
     def __init__(
         self,
         own: Job,
-        part_of: Callable[[Job], Part],
+        part_of: Callable[[Job], Part[Parts]],
         turns: EngineSlots,
         slots: int,
         ended: Callable[[str], None],
@@ -69,7 +88,7 @@ class Runs:
         self._turns = turns
         self._ended = ended
         self._slots = slots
-        self._joined: dict[str, _Joined] = {}
+        self._joined: dict[str, _Joined[Parts]] = {}
         self._changing = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._digest: str | None = None
@@ -79,7 +98,7 @@ class Runs:
         """How many there may be with the service's own."""
         return self._own.services.rollout_runs
 
-    def parts_of(self, run: str, own: RolloutParts) -> RolloutParts:
+    def parts_of(self, run: str, own: Parts) -> Parts:
         """Raises Unavailable for a run that is not here: its trainer joins again while it lives."""
         if run in self._joined:
             return self._joined[run].part.parts
@@ -119,7 +138,7 @@ class Runs:
             for run in [*self._joined]:
                 await self._end(run, "the service stops")
 
-    def to_protos(self, own: RolloutParts) -> Iterator[pb.Run]:
+    def to_protos(self, own: Parts) -> Iterator[pb.Run]:
         """All of them, for GetFleet; none in a service for one run."""
         if self.most == 1:
             return

@@ -51,7 +51,7 @@ class RolloutParts:
     fleet: Fleet
     weights: ServedWeights
     """Those of the run, which may be one of several on the fleet."""
-    runs: Runs | None
+    runs: Runs[RolloutParts] | None
     """The others that join; None in the part of one that has."""
     scaler: Scaler
     receiver: Receiver

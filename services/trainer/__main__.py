@@ -56,8 +56,9 @@ async def run_rank0(
         report.resume(step)
         console.open(savable, world_size, step)
         await server.set_ready()
-        recorder = build.recorder(buffer, fetch.stream)
-        ledger = StreamLedger(buffer, fetch.stream, console, build.failure_budget(), recorder)
+        ledger = StreamLedger(
+            buffer, fetch.stream, console, build.failure_budget(), build.recorder(buffer, fetch.stream)
+        )
         await training.train(ledger, ranks, console, schedule)
 
     async def serve_tinker() -> None:

@@ -80,8 +80,9 @@ def life(begin: Begin, tmp_path: Path) -> RunFolder:
         around = tracing.span("headrace.rank", tracing.step(0), facts)
         with around, tracing.span("headrace.forward"), tracing.span("headrace.inner"):
             pass
-    with tracing.span("rl.train", tracing.group(groups[0].group_id, 2), {tracing.STEP: 0}):
-        pass
+    for traces in (tracing.group(groups[0].group_id, 2), tracing.step(0)):
+        with tracing.span("rl.train", traces, {tracing.STEP: 0}):
+            pass
     return RunFolder(tmp_path)
 
 
@@ -123,6 +124,7 @@ def test_a_samples_life_has_all_services_and_attempts_and_the_step_that_trained_
     spans = of_sample(by_trace(read_spans(life)), RUN, "train/0/2/1")
     assert {span.service for span in spans} == {"buffer", "rollout", "engine 0", "trainer"}
     assert {span.lane for span in spans if span.service == "trainer"} == {"", "rank 0", "rank 1"}
+    assert sum(span.name == "rl.train" for span in spans) == 1, "the sample's own and the step's are the same work"
     assert {span.trace_id for span in spans} == {
         f"{context.trace_id:032x}" for context in (tracing.root(RUN, "train/0", 1), *tracing.step(0))
     }

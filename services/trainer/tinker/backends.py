@@ -14,7 +14,7 @@ from headrace.client.rollout import Rollout
 from headrace.errors import DataLoss, FailedPrecondition, ResourceExhausted
 from headrace.trajectory import Status, pack_column, unpack_column
 from services.trainer.control.ranks import RankGroup
-from services.trainer.tinker.work import AdamParams, ForwardBackward, LoraSpec, Losses, Sample, Sampled
+from services.trainer.tinker.work import AdamParams, Completion, ForwardBackward, LoraSpec, Losses, Sample
 from services.trainer.tinker.worker import TinkerWorker
 
 P = ParamSpec("P")
@@ -77,7 +77,7 @@ class TinkerEngines:
         self._rollout = rollout
         self._seconds = seconds
 
-    async def sample(self, adapter: Path | None, work: Sample) -> tuple[Sequence[Sampled], Sequence[float] | None]:
+    async def sample(self, adapter: Path | None, work: Sample) -> tuple[Sequence[Completion], Sequence[float] | None]:
         request = rollout_pb2.GenerateRequest(
             tokens=pack_column("tokens", np.asarray(work.prompt, dtype=np.int32)),
             sampling=work.sampling,
@@ -97,4 +97,4 @@ class TinkerEngines:
                 stopped[reply.index] = reply.status == Status.COMPLETED.number
             if reply.HasField("prompt_log_probs"):
                 prompt = unpack_column(reply.prompt_log_probs).tolist()
-        return [Sampled(tokens[i], log_probs[i], stopped[i]) for i in range(work.num_samples)], prompt
+        return [Completion(tokens[i], log_probs[i], stopped[i]) for i in range(work.num_samples)], prompt

@@ -21,7 +21,7 @@ from headrace.errors import AlreadyExists, HeadraceError, InvalidArgument, NotFo
 from headrace.limits import MAX_HTTP_BODY_BYTES
 from headrace.rpc.http_server import Gate
 from services.trainer.tinker.checkpoints import About
-from services.trainer.tinker.journal import Asked
+from services.trainer.tinker.journal import QueuedRequest
 from services.trainer.tinker.service import Tinker
 from services.trainer.tinker.wire import TinkerWire, WeightsInfoRequest, forward_backward, parsed
 from services.trainer.tinker.work import TinkerPath
@@ -276,7 +276,7 @@ class TinkerHttp:
             )
 
 
-def _future(asked: Asked) -> Response:
+def _future(asked: QueuedRequest) -> Response:
     return JSONResponse({"request_id": asked.request_id, "model_id": asked.owner})
 
 

@@ -1,4 +1,4 @@
-"""What clients have asked, and what they were answered, in a SQLite file of the run's folder: it survives a restart.
+"""What clients have request, and what they were answered, in a SQLite file of the run's folder: it survives a restart.
 
 A request is written before it is begun. After a restart a model is loaded as it was saved last, and the requests since
 then are carried out again, in their order: training is deterministic, so that the model is the same.
@@ -49,7 +49,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class QueuedRequest:
     """A request as it came. `owner`: its model or its sampler, in whose order of `seq` it is."""
 
     request_id: str
@@ -113,9 +113,9 @@ class Journal:
     def samplers(self) -> list[Sampler]:
         return [Sampler(*row) for row in self._db.execute("SELECT id, session, path FROM samplers")]
 
-    def add(self, asked: Asked) -> bool:
+    def add(self, request: QueuedRequest) -> bool:
         """False where the request is there already: a client that heard no response asks again."""
-        row = (asked.request_id, asked.session, asked.owner, asked.seq, asked.kind, asked.body)
+        row = (request.request_id, request.session, request.owner, request.seq, request.kind, request.body)
         made = self._db.execute(
             "INSERT OR IGNORE INTO requests (id, session, owner, seq, kind, body) VALUES (?, ?, ?, ?, ?, ?)", row
         )
@@ -134,14 +134,14 @@ class Journal:
             raise KeyError(request_id)
         return None if row[0] is None else Outcome(*row)
 
-    def since(self, owner: str, seq: int) -> Iterator[tuple[Asked, bool]]:
+    def since(self, owner: str, seq: int) -> Iterator[tuple[QueuedRequest, bool]]:
         """The owner's requests after `seq`, in order, and whether each is answered."""
         rows = self._db.execute(
             "SELECT id, session, owner, seq, kind, body, media_type IS NOT NULL FROM requests "
             "WHERE owner = ? AND seq > ? ORDER BY seq",
             (owner, seq),
         )
-        yield from ((Asked(*row[:-1]), bool(row[-1])) for row in rows.fetchall())
+        yield from ((QueuedRequest(*row[:-1]), bool(row[-1])) for row in rows.fetchall())
 
     def answered(self, owner: str) -> Sequence[tuple[str, int]]:
         """(request, bytes of its result) of the owner, in the order of the answers."""

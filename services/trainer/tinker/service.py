@@ -23,16 +23,16 @@ from typing import Protocol
 from headrace.errors import FailedPrecondition, HeadraceError, NotFound, ResourceExhausted
 from headrace.rpc.log import log
 from services.trainer.tinker.checkpoints import Checkpoints
-from services.trainer.tinker.journal import Asked, Journal, Model, Outcome, Sampler
+from services.trainer.tinker.journal import Journal, Model, Outcome, QueuedRequest, Sampler
 from services.trainer.tinker.work import (
     AdamParams,
+    Completion,
     Create,
     ForwardBackward,
     Load,
     LoraSpec,
     Losses,
     Sample,
-    Sampled,
     Save,
     TinkerPath,
     Work,
@@ -66,8 +66,8 @@ class Ranks(Protocol):
 class Engines(Protocol):
     """The fleet."""
 
-    async def sample(self, adapter: Path | None, work: Sample) -> tuple[Sequence[Sampled], Sequence[float] | None]:
-        """Responses, and the log-probs of the prompt's tokens but the first where they are asked for."""
+    async def sample(self, adapter: Path | None, work: Sample) -> tuple[Sequence[Completion], Sequence[float] | None]:
+        """Responses, and the log-probs of the prompt's tokens but the first where they are request for."""
 
 
 class Wire(Protocol):
@@ -77,28 +77,28 @@ class Wire(Protocol):
         """Raises InvalidArgument."""
 
     def computed(self, losses: Losses) -> Outcome: ...
-    def sampled(self, responses: Sequence[Sampled], prompt: Sequence[float] | None) -> Outcome: ...
+    def sampled(self, responses: Sequence[Completion], prompt: Sequence[float] | None) -> Outcome: ...
     def done(self, **values: object) -> Outcome: ...
     def failed(self, error: HeadraceError) -> Outcome: ...
 
 
 @dataclass(slots=True)
-class _Live:
+class _ModelQueue:
     """A model, and its requests that wait for their turn."""
 
     model: Model
     next_seq: int
-    queue: list[tuple[int, Asked]] = field(default_factory=list)
+    queue: list[tuple[int, QueuedRequest]] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     exists: bool = False
     saved_at: float = field(default_factory=time.monotonic)
     running: asyncio.Task[None] | None = None
 
-    def push(self, asked: Asked) -> None:
-        heapq.heappush(self.queue, (asked.seq, asked))
+    def push(self, request: QueuedRequest) -> None:
+        heapq.heappush(self.queue, (request.seq, request))
         self.arrived.set()
 
-    async def next(self) -> Asked:
+    async def next(self) -> QueuedRequest:
         while not self.queue or self.queue[0][0] > self.next_seq:
             self.arrived.clear()
             await self.arrived.wait()
@@ -121,7 +121,7 @@ class Tinker:
         self._turn = asyncio.Lock()
         """Who waits longest is next, so that models take turns."""
         self._seen: dict[str, float] = {}
-        self._models: dict[str, _Live] = {}
+        self._models: dict[str, _ModelQueue] = {}
         self._samplers: dict[str, Sampler] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._answered: dict[str, asyncio.Event] = {}
@@ -134,15 +134,15 @@ class Tinker:
         for session in self._journal.sessions():
             self._seen[session] = time.monotonic()
         for model in self._journal.models():
-            self._models[model.model_id] = live = _Live(model, model.saved_seq + 1)
-            for asked, _ in self._journal.since(model.model_id, model.saved_seq):
-                live.push(asked)
-            live.running = asyncio.create_task(self._run(live))
+            self._models[model.model_id] = queue = _ModelQueue(model, model.saved_seq + 1)
+            for request, _ in self._journal.since(model.model_id, model.saved_seq):
+                queue.push(request)
+            queue.running = asyncio.create_task(self._run(queue))
         for sampler in self._journal.samplers():
             self._samplers[sampler.sampler_id] = sampler
-            for asked, is_answered in self._journal.since(sampler.sampler_id, -1):
+            for request, is_answered in self._journal.since(sampler.sampler_id, -1):
                 if not is_answered:
-                    self._begin_sampling(sampler, asked)
+                    self._begin_sampling(sampler, request)
         self._sweeping = asyncio.create_task(self._sweep())
 
     def let_go(self) -> None:
@@ -153,7 +153,7 @@ class Tinker:
 
     async def stop(self) -> None:
         """What is not answered yet is carried out after the next start."""
-        tasks = [live.running for live in self._models.values() if live.running]
+        tasks = [queue.running for queue in self._models.values() if queue.running]
         tasks += [*self._tasks.values(), *([self._sweeping] if self._sweeping else [])]
         for task in tasks:
             task.cancel()
@@ -175,13 +175,13 @@ class Tinker:
     async def end_session(self, session: str) -> None:
         """Gives back its models and what only it can use."""
         self._seen.pop(session, None)
-        for live in [live for live in self._models.values() if live.model.session == session]:
-            del self._models[live.model.model_id]
-            if live.running:
-                live.running.cancel()
-                await asyncio.gather(live.running, return_exceptions=True)
+        for queue in [queue for queue in self._models.values() if queue.model.session == session]:
+            del self._models[queue.model.model_id]
+            if queue.running:
+                queue.running.cancel()
+                await asyncio.gather(queue.running, return_exceptions=True)
             async with self._turn:
-                await self._ranks.drop(live.model.model_id)
+                await self._ranks.drop(queue.model.model_id)
         for sampler in [each for each in self._samplers.values() if each.session == session]:
             del self._samplers[sampler.sampler_id]
         for request_id in [each for each in self._tasks if each.startswith(f"{session}:")]:
@@ -203,32 +203,32 @@ class Tinker:
             raise NotFound(f"sampling session {sampler_id} does not exist, or its session has ended")
         return self._samplers[sampler_id]
 
-    def create(self, session: str, model_seq: int, kind: str, body: bytes, spec: LoraSpec) -> Asked:
+    def create(self, session: str, model_seq: int, kind: str, body: bytes, spec: LoraSpec) -> QueuedRequest:
         """Takes a request that makes a new model: Create or Load. It has number 0 of the model's requests."""
         self.heartbeat(session)
         model_id = f"{session}:train:{model_seq}"
-        asked = Asked(f"{model_id}:0", session, model_id, 0, kind, body)
+        request = QueuedRequest(f"{model_id}:0", session, model_id, 0, kind, body)
         if model_id in self._models:
-            return asked
+            return request
         if len(self._models) >= self._max_models:
             raise ResourceExhausted(
                 f"all {self._max_models} models are in use: end another session, or raise --tinker-models"
             )
         self._journal.add_model(Model(model_id, session, spec, -1))
-        self._journal.add(asked)
-        self._models[model_id] = live = _Live(Model(model_id, session, spec, -1), 0)
-        live.push(asked)
-        live.running = asyncio.create_task(self._run(live))
-        return asked
+        self._journal.add(request)
+        self._models[model_id] = queue = _ModelQueue(Model(model_id, session, spec, -1), 0)
+        queue.push(request)
+        queue.running = asyncio.create_task(self._run(queue))
+        return request
 
-    def ask(self, model_id: str, seq: int, kind: str, body: bytes) -> Asked:
+    def ask(self, model_id: str, seq: int, kind: str, body: bytes) -> QueuedRequest:
         """Takes a request of a model; the same number twice is one request."""
         model = self.model(model_id)
         self.heartbeat(model.session)
-        asked = Asked(f"{model_id}:{seq}", model.session, model_id, seq, kind, body)
-        if self._journal.add(asked):
-            self._models[model_id].push(asked)
-        return asked
+        request = QueuedRequest(f"{model_id}:{seq}", model.session, model_id, seq, kind, body)
+        if self._journal.add(request):
+            self._models[model_id].push(request)
+        return request
 
     def add_sampler(self, session: str, seq: int, path: str | None) -> Sampler:
         """Raises NotFound for a path without a checkpoint."""
@@ -240,14 +240,14 @@ class Tinker:
         self._samplers[sampler.sampler_id] = sampler
         return sampler
 
-    def ask_sample(self, sampler_id: str, seq: int, body: bytes) -> Asked:
+    def ask_sample(self, sampler_id: str, seq: int, body: bytes) -> QueuedRequest:
         """Takes a request of a sampler: they are carried out side by side."""
         sampler = self.sampler(sampler_id)
         self.heartbeat(sampler.session)
-        asked = Asked(f"{sampler_id}:{seq}", sampler.session, sampler_id, seq, "sample", body)
-        if self._journal.add(asked):
-            self._begin_sampling(sampler, asked)
-        return asked
+        request = QueuedRequest(f"{sampler_id}:{seq}", sampler.session, sampler_id, seq, "sample", body)
+        if self._journal.add(request):
+            self._begin_sampling(sampler, request)
+        return request
 
     def cancel(self, request_id: str) -> None:
         """Ends a sampling request that nobody waits for. Nothing happens where there is none."""
@@ -278,42 +278,42 @@ class Tinker:
     def _event(self, request_id: str) -> asyncio.Event:
         return self._answered.setdefault(request_id, asyncio.Event())
 
-    def _answer(self, asked: Asked, outcome: Outcome) -> None:
-        self._journal.answer(asked.request_id, outcome, time.time())
-        if event := self._answered.pop(asked.request_id, None):
+    def _answer(self, request: QueuedRequest, outcome: Outcome) -> None:
+        self._journal.answer(request.request_id, outcome, time.time())
+        if event := self._answered.pop(request.request_id, None):
             event.set()
-        if event := self._completed.pop(asked.owner, None):
+        if event := self._completed.pop(request.owner, None):
             event.set()
 
-    async def _guarded(self, asked: Asked, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
+    async def _guarded(self, request: QueuedRequest, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
         try:
             return await work()
         except HeadraceError as error:
-            log.info("request_failed", request_id=asked.request_id, reason=error.reason, error=error.message)
+            log.info("request_failed", request_id=request.request_id, reason=error.reason, error=error.message)
             return self._wire.failed(error)
 
-    async def _run(self, live: _Live) -> None:
+    async def _run(self, queue: _ModelQueue) -> None:
         """The model's requests, from the first that its state on the disk does not cover."""
-        model = live.model
+        model = queue.model
         if model.saved_seq >= 0:
             async with self._turn:
                 file = self.checkpoints.state(model.model_id, model.saved_seq)
                 await self._ranks.load(model.model_id, model.spec, file, optimizer=True)
-            live.exists = True
+            queue.exists = True
         while True:
-            asked = await live.next()
-            known = self._journal.outcome(asked.request_id)
-            if known is not None and asked.kind in _LEAVE_FILES:
+            request = await queue.next()
+            known = self._journal.outcome(request.request_id)
+            if known is not None and request.kind in _LEAVE_FILES:
                 continue  # a restart finds what it left
             async with self._turn:
-                outcome = await self._guarded(asked, lambda asked=asked: self._carry_out(live, asked))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+                outcome = await self._guarded(request, lambda request=request: self._carry_out(queue, request))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
             if known is None:
-                self._answer(asked, outcome)
-            if live.exists and asked.kind == "optim_step" and time.monotonic() - live.saved_at > _STATE_SECONDS:
-                await self._save_state(live, asked.seq)
+                self._answer(request, outcome)
+            if queue.exists and request.kind == "optim_step" and time.monotonic() - queue.saved_at > _STATE_SECONDS:
+                await self._save_state(queue, request.seq)
 
-    async def _save_state(self, live: _Live, seq: int) -> None:
-        model_id = live.model.model_id
+    async def _save_state(self, queue: _ModelQueue, seq: int) -> None:
+        model_id = queue.model.model_id
         try:
             async with self._turn:
                 await self._ranks.save(model_id, self.checkpoints.state(model_id, seq))
@@ -322,31 +322,31 @@ class Tinker:
             return
         self._journal.saved(model_id, seq)
         await asyncio.to_thread(self.checkpoints.remove_states, model_id, seq)
-        live.saved_at = time.monotonic()
+        queue.saved_at = time.monotonic()
 
-    async def _carry_out(self, live: _Live, asked: Asked) -> Outcome:
-        model_id, work = live.model.model_id, self._wire.work(asked.kind, asked.body)
-        if not live.exists and not isinstance(work, Create | Load):
+    async def _carry_out(self, queue: _ModelQueue, request: QueuedRequest) -> Outcome:
+        model_id, work = queue.model.model_id, self._wire.work(request.kind, request.body)
+        if not queue.exists and not isinstance(work, Create | Load):
             raise FailedPrecondition(f"model {model_id} was not made: see the error of the request that should make it")
         match work:
             case Create():
-                await self._ranks.create(model_id, live.model.spec)
-                live.exists = True
+                await self._ranks.create(model_id, queue.model.spec)
+                queue.exists = True
                 return self._wire.done(model_id=model_id, type="create_model")
             case Load(path, optimizer):
                 spec, file = self.checkpoints.trained(path)
                 await self._ranks.load(model_id, spec, file, optimizer=optimizer)
-                live.exists, live.model = True, Model(model_id, live.model.session, spec, live.model.saved_seq)
-                self._journal.add_model(live.model)
+                queue.exists, queue.model = True, Model(model_id, queue.model.session, spec, queue.model.saved_seq)
+                self._journal.add_model(queue.model)
                 return self._wire.done(path=str(path), model_id=model_id, type="load_weights")
             case ForwardBackward():
                 return self._wire.computed(await self._ranks.compute(model_id, work))
             case AdamParams():
                 return self._wire.done(metrics={"grad_norm": await self._ranks.step(model_id, work)})
             case Save():
-                return await self._save(live.model, work)
+                return await self._save(queue.model, work)
             case _:
-                raise FailedPrecondition(f"{asked.kind} is no request of a model")
+                raise FailedPrecondition(f"{request.kind} is no request of a model")
 
     async def _save(self, model: Model, work: Save) -> Outcome:
         if work.for_sampler:
@@ -365,18 +365,18 @@ class Tinker:
         kind = "save_weights_for_sampler" if work.for_sampler else "save_weights"
         return self._wire.done(path=str(path), type=kind)
 
-    def _begin_sampling(self, sampler: Sampler, asked: Asked) -> None:
-        self._tasks[asked.request_id] = task = asyncio.create_task(self._sample(sampler, asked))
-        task.add_done_callback(lambda _: self._tasks.pop(asked.request_id, None))
+    def _begin_sampling(self, sampler: Sampler, request: QueuedRequest) -> None:
+        self._tasks[request.request_id] = task = asyncio.create_task(self._sample(sampler, request))
+        task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
 
-    async def _sample(self, sampler: Sampler, asked: Asked) -> None:
+    async def _sample(self, sampler: Sampler, request: QueuedRequest) -> None:
         async def work() -> Outcome:
-            work = self._wire.work(asked.kind, asked.body)
+            work = self._wire.work(request.kind, request.body)
             assert isinstance(work, Sample), "its kind is sample"
             adapter = None if sampler.path is None else self.checkpoints.adapter(TinkerPath.parse(sampler.path))
             return self._wire.sampled(*await self._engines.sample(adapter, work))
 
-        self._answer(asked, await self._guarded(asked, work))
+        self._answer(request, await self._guarded(request, work))
 
     async def _sweep(self) -> None:
         while True:

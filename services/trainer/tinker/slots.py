@@ -29,7 +29,7 @@ from services.trainer.plan.rows import Packing
 from services.trainer.rl.inputs import MicroInputs, inference_inputs
 from services.trainer.tinker.losses import LOSSES, Settings
 from services.trainer.tinker.rows import Row, columns_of, inputs_of, micro_batches
-from services.trainer.tinker.work import AdamParams, Computed, Datum, LoraSpec
+from services.trainer.tinker.work import AdamParams, Datum, LoraSpec, LossShare
 
 ALPHA = 32.0
 """What Tinker's adapters are multiplied by, over their rank."""
@@ -91,7 +91,7 @@ class LoraSlots:
 
     def compute(
         self, name: str, data: Sequence[Datum], loss_fn: str, settings: Settings, *, backward: bool
-    ) -> Computed | None:
+    ) -> LossShare | None:
         """Log-probs of the targets and the loss; with `backward` its gradients are added to the model's.
 
         None on ranks that do not report.
@@ -125,7 +125,7 @@ class LoraSlots:
             for rows, (values, _) in zip(own, results, strict=False)
             for index, row in enumerate(rows)
         }
-        return Computed(log_probs, float(sum(found for _, found in results)))
+        return LossShare(log_probs, float(sum(found for _, found in results)))
 
     def step(self, name: str, params: AdamParams) -> float:
         """One step of Adam with the gradients so far, which are 0 afterwards; returns their norm before it is clipped.

@@ -21,6 +21,7 @@ from services.trainer.tinker.journal import Outcome
 from services.trainer.tinker.losses import loss_of
 from services.trainer.tinker.work import (
     AdamParams,
+    Completion,
     Create,
     Datum,
     ForwardBackward,
@@ -28,7 +29,6 @@ from services.trainer.tinker.work import (
     LoraSpec,
     Losses,
     Sample,
-    Sampled,
     Save,
     TinkerPath,
     Work,
@@ -125,7 +125,7 @@ class TinkerWire:
         )
         return Outcome(PROTOBUF, output.SerializeToString())
 
-    def sampled(self, responses: Sequence[Sampled], prompt: Sequence[float] | None) -> Outcome:
+    def sampled(self, responses: Sequence[Completion], prompt: Sequence[float] | None) -> Outcome:
         message = pb.SampleResponse(
             sequences=[
                 pb.SampledSequence(

@@ -83,7 +83,7 @@ class AdamParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class LossShare:
     """A data rank's part of a request."""
 
     log_probs: Mapping[int, bytes]
@@ -149,7 +149,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class Completion:
     """`log_probs`: float32; `is_stopped`: ended by a stop token or string, and not by its length."""
 
     tokens: Sequence[int]

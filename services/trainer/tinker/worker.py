@@ -24,7 +24,7 @@ from services.trainer.model.build import model_of
 from services.trainer.model.lora import CONFIG, WEIGHTS
 from services.trainer.model.pipeline import Runner, TokenHead
 from services.trainer.tinker.slots import LoraSlots
-from services.trainer.tinker.work import AdamParams, Computed, Datum, LoraSpec
+from services.trainer.tinker.work import AdamParams, Datum, LoraSpec, LossShare
 
 _MICRO_BATCH_TOKENS = 2048
 """Of a micro-batch without max_tokens_per_gpu."""
@@ -76,7 +76,7 @@ class TinkerWorker:
     @command
     def compute(
         self, name: str, data: Sequence[Datum], loss_fn: str, settings: Mapping[str, float], backward: bool
-    ) -> Computed | None:
+    ) -> LossShare | None:
         """Log-probs and loss; with `backward` gradients are added up."""
         return self._slots.compute(name, data, loss_fn, settings, backward=backward)
 

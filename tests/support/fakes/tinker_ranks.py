@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.errors import FailedPrecondition
-from services.trainer.tinker.work import AdamParams, ForwardBackward, LoraSpec, Losses, Sample, Sampled
+from services.trainer.tinker.work import AdamParams, Completion, ForwardBackward, LoraSpec, Losses, Sample
 
 
 class CountingRanks:
@@ -83,8 +83,8 @@ class EchoingEngines:
         self.held = asyncio.Event()
         self.held.set()
 
-    async def sample(self, adapter: Path | None, work: Sample) -> tuple[Sequence[Sampled], Sequence[float] | None]:
+    async def sample(self, adapter: Path | None, work: Sample) -> tuple[Sequence[Completion], Sequence[float] | None]:
         await self.held.wait()
         total = 0 if adapter is None else int(json.loads((adapter / "adapter_model.safetensors").read_text())[0])
-        responses = [Sampled([work.prompt[0], total], [-0.5, -0.25], i == 0) for i in range(work.num_samples)]
+        responses = [Completion([work.prompt[0], total], [-0.5, -0.25], i == 0) for i in range(work.num_samples)]
         return responses, [-0.5] * (len(work.prompt) - 1) if work.prompt_log_probs else None

@@ -104,6 +104,7 @@ ADDRESSES: Readers = {
 SHOWN_BY = {
     "run_name": "test_a_database_is_the_jobs, below",
     "buffer_postgres": "test_a_database_is_the_jobs, below",
+    "trace_sample_ratio": "tests/unit/test_traces.py, in a run of all services",
     "vocab_size": "of config.json, and no option here",
     "update_weights_interval": "test_weights_that_are_published_too_seldom_are_refused, below",
 }

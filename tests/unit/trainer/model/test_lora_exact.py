@@ -89,6 +89,7 @@ if ALL:
         "qwen2_5_vl@pp2": (2, PP2),
         "qwen3_vl@alone": (1, {}),
         "qwen3_vl@tp2": (2, TP2),
+        "qwen3_vl@sp2": (2, SP2),
         "qwen3_vl@pp2": (2, PP2),
     }
     STAND_INS |= {

@@ -25,7 +25,6 @@ CP2 = {"context_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl@alone": (1, {}, {}),
-    "qwen2_5_vl@tp2": (2, TP2, {}),
     "qwen2_5_vl@cp2": (2, CP2, {}),
     "qwen3_vl@alone": (1, {}, {}),
     "qwen3_vl@sp2": (2, SP2, {}),
@@ -33,6 +32,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 if ALL:
     RUNS |= {
+        "qwen2_5_vl@tp2": (2, TP2, {}),
         "qwen2_5_vl@pp2": (2, PP2, {}),
         "qwen2_5_vl@sp2": (2, SP2, {}),
         "qwen3_vl@tp2": (2, TP2, {}),
