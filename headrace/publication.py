@@ -12,7 +12,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import InvalidArgument
 from headrace.trajectory import pack_column
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4}
 
 
 @dataclass(frozen=True, slots=True)

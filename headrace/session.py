@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.errors import InvalidArgument
 from headrace.trajectory import PolicyRange, Status
 
@@ -52,6 +55,10 @@ class Renderer(Protocol):
         """Tokenizes a rendered text, special tokens in it included."""
 
 
+ALL_TOKENS = np.empty(0, np.int32)
+"""The set of a token that was sampled from all, or not sampled."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedAnswer:
     """One response of the policy. Its whole text is `content`, `rest` and `end`, one behind the other."""
@@ -75,6 +82,8 @@ class RecordedAnswer:
     """What the engine said of it, where a user's function has asked the engine."""
     is_cut: bool = False
     """A limit on turns or on context has ended the session."""
+    kept: Sequence[NDArray[np.int32]] | None = None
+    """The token ids that each token was sampled from, where the engine said them."""
 
     @property
     def text(self) -> str:
@@ -158,6 +167,8 @@ class Branch:
     last: RecordedAnswer
     said: Sequence[Message]
     """The conversation of its last request, with the response."""
+    kept: Sequence[NDArray[np.int32]] | None = None
+    """The token ids that each response token was sampled from; of all where its set is empty."""
 
 
 class Completion(str):
@@ -385,11 +396,13 @@ def _listed(tools: Sequence[Any] | None) -> list[Any] | None:
 def _branch(leaf: Turn, trained: set[int]) -> Branch:
     root, *later = leaf.path()
     response, mask, log_probs, ranges = list[int](), list[int](), list[float](), list[PolicyRange]()
+    kept = list[NDArray[np.int32]]()
     for turn in (root, *later):
         if turn is not root:
             response += turn.context
             mask += [0] * len(turn.context)
             log_probs += [0.0] * len(turn.context)
+            kept += [ALL_TOKENS] * len(turn.context)
         is_new = id(turn) not in trained
         trained.add(id(turn))
         start = len(response)
@@ -399,6 +412,7 @@ def _branch(leaf: Turn, trained: set[int]) -> Branch:
         response += turn.answer.tokens
         mask += [int(is_new)] * len(turn.answer.tokens)
         log_probs += turn.answer.log_probs
+        kept += turn.answer.kept or [ALL_TOKENS] * len(turn.answer.tokens)
     return Branch(
         prompt=root.context,
         prompt_text=root.text.removesuffix(root.answer.text),
@@ -408,4 +422,5 @@ def _branch(leaf: Turn, trained: set[int]) -> Branch:
         policy_ranges=tuple(ranges),
         last=leaf.answer,
         said=leaf.said,
+        kept=None if all(turn.answer.kept is None for turn in (root, *later)) else kept,
     )

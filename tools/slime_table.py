@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.job.load.flags import UNSUPPORTED, parse_flags
+from headrace.job.megatron import RESERVED
 from headrace.job.option import ALIASES, options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,8 +30,8 @@ def flags() -> list[str]:
 def fate(flag: str) -> tuple[str, str]:
     """What becomes of a flag, and what to know."""
     name = flag.replace("-", "_")
-    if name in UNSUPPORTED:
-        return "refused", UNSUPPORTED[name]
+    if why := UNSUPPORTED.get(name) or RESERVED.get(name):
+        return "refused", why
     option = ALIASES.get(name, name)
     if option in options():
         return "taken", "" if option == name else f"as `--{option.replace('_', '-')}`"

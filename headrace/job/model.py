@@ -15,6 +15,7 @@ from headrace.models.architecture import (
     LatentAttention,
     LinearAttention,
     Llama3Rope,
+    Mamba,
     YarnRope,
     is_same_setting,
 )
@@ -22,7 +23,7 @@ from headrace.models.family import HfTensor, Row, Transposed, TransposedGateUp
 from headrace.models.registry import table
 
 _CUT_BY_TENSOR_RANKS = ("vocab_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
-_HEADS_OF_LINEAR_ATTENTION = ("num_key_heads", "num_value_heads")
+_CUT_IN_LINEAR_ATTENTION = {LinearAttention: ("num_key_heads", "num_value_heads"), Mamba: ("num_heads", "num_groups")}
 
 
 def check_layout(architecture: Architecture, args: MegatronArgs) -> None:
@@ -36,7 +37,8 @@ def _tensor(architecture: Architecture, args: MegatronArgs) -> None:
     ranks = args.tensor_model_parallel_size
     sizes = {name: getattr(architecture, name) for name in _CUT_BY_TENSOR_RANKS}
     if linear := architecture.linear_attention:
-        sizes |= {f"linear_{name}": getattr(linear, name) for name in _HEADS_OF_LINEAR_ATTENTION}
+        kind = "mamba" if isinstance(linear, Mamba) else "linear"
+        sizes |= {f"{kind}_{name}": getattr(linear, name) for name in _CUT_IN_LINEAR_ATTENTION[type(linear)]}
     for name, size in sizes.items():
         if size % ranks:
             raise ConfigError(
@@ -175,7 +177,7 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
         "kv_channels": a.kv_channels,
         "layernorm_epsilon": a.norm_epsilon,
         "normalization": a.normalization,
-        "gated_linear_unit": True,
+        "gated_linear_unit": not a.squared_relu,
         "add_bias_linear": a.add_bias_linear,
         "add_qkv_bias": a.add_qkv_bias,
         # Latent attention always has its norms.
@@ -205,7 +207,14 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
     return fields
 
 
-def _linear_attention(linear: LinearAttention, num_layers: int) -> dict[str, Any]:
+def _linear_attention(linear: LinearAttention | Mamba, num_layers: int) -> dict[str, Any]:
+    if isinstance(linear, Mamba):
+        return {
+            "mamba_num_heads": linear.num_heads,
+            "mamba_head_dim": linear.head_dim,
+            "mamba_num_groups": linear.num_groups,
+            "mamba_state_dim": linear.state_size,
+        }
     return {
         "linear_attention_freq": [int(layer in linear.layers) for layer in range(num_layers)],
         "linear_conv_kernel_dim": linear.conv_kernel_dim,
@@ -271,7 +280,9 @@ def _in_scripts(a: Architecture, given: MegatronArgs) -> dict[str, Any]:
         "post_self_attn_layernorm": a.post_norms,
         "post_mlp_layernorm": a.post_norms,
         # Not for Megatron's config, which would then refuse context parallelism: its own layers have none.
-        "experimental_attention_variant": "gated_delta_net" if a.linear_attention else None,
+        "experimental_attention_variant": "gated_delta_net"
+        if isinstance(a.linear_attention, LinearAttention)
+        else None,
         "use_rope_scaling": isinstance(rope, Llama3Rope),
         "spec": given.spec if family in (a.family, a.family.removesuffix("_text").removesuffix("_moe")) else a.family,
     } | ({"rotary_scaling_factor": rope.factor} if isinstance(rope, Llama3Rope) else {})

@@ -118,6 +118,26 @@ class LinearAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class Mamba:
+    """Layers that have a Mamba-2 mixer (https://arxiv.org/abs/2405.21060) in the place of attention."""
+
+    layers: Sequence[int]
+    """Counted from 0."""
+    conv_kernel_dim: int
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Heads of a group have the same B and C, and one norm."""
+    state_size: int
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Rows of the input projection: gate, values, B, C, time steps."""
+        values, states = self.num_heads * self.head_dim, self.num_groups * self.state_size
+        return values, values, states, states, self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
 class Vision:
     """The part of a model that turns images into embeddings. It is kept as it is: the decoder alone is trained."""
 
@@ -157,6 +177,8 @@ class Architecture:
     normalization: str
     swiglu: bool
     """Else the MLP's gate has GELU, in its tanh form."""
+    squared_relu: bool
+    """MLPs have no gate, and squared ReLU."""
     scaled_embeddings: bool
     """They are multiplied by √hidden_size, rounded to their type, and the output layer is not."""
     softmax_scale: float | None
@@ -183,7 +205,9 @@ class Architecture:
     swiglu_limit: float | None
     """Gate and up are clamped to it; gate × sigmoid(1.702 gate) × (up + 1) is in the place of SwiGLU."""
     latent_attention: LatentAttention | None
-    linear_attention: LinearAttention | None
+    linear_attention: LinearAttention | Mamba | None
+    mlp_layers: Sequence[int] | None
+    """Layers, counted from 0, that are an MLP or experts alone; the others are attention alone. None: each has both."""
     attention_output_gate: bool
     """Each head's output is multiplied by a sigmoid gate, which the query projection gives too."""
     layernorm_zero_centered_gamma: bool
@@ -217,6 +241,7 @@ def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
         "norm_epsilon": raw["rms_norm_eps"],
         "normalization": "RMSNorm",
         "swiglu": "swiglu" in particular or _is_swiglu(raw),
+        "squared_relu": False,
         "scaled_embeddings": False,
         "softmax_scale": None,
         "qk_layernorm": False,
@@ -234,6 +259,7 @@ def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
         "swiglu_limit": None,
         "latent_attention": None,
         "linear_attention": None,
+        "mlp_layers": None,
         "attention_output_gate": False,
         "layernorm_zero_centered_gamma": False,
         "kept": (),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from headrace.models.architecture import Architecture, Experts, LatentAttention, LinearAttention
+from headrace.models.architecture import Architecture, Experts, LatentAttention, LinearAttention, Mamba
 
 # The rows of a table: for each Megatron parameter its Hugging Face tensors, and how tensor parallelism divides it.
 #
@@ -239,6 +239,22 @@ def linear_attention(a: Architecture, linear: LinearAttention, hf: str) -> list[
     ]
 
 
+def mamba(a: Architecture, mixer: Mamba, hf: str) -> list[Row]:
+    """A Mamba-2 mixer: one projection, a convolution over values, B and C, decays, a norm of each group."""
+    mega, heads, (_, *convolved, _) = "self_attention", mixer.num_heads, mixer.sections
+    inputs, channels = (sum(mixer.sections), a.hidden_size), sum(convolved)
+    kernel, cut = (channels, 1, mixer.conv_kernel_dim), Sections((tuple(convolved),))
+    values = heads * mixer.head_dim
+    return [
+        one(f"{mega}.linear_qkv.weight", f"{hf}.in_proj.weight", inputs, Sections((mixer.sections,))),
+        one(f"{mega}.conv1d.weight", f"{hf}.conv1d.weight", kernel, cut),
+        one(f"{mega}.conv1d.bias", f"{hf}.conv1d.bias", (channels,), cut),
+        *(one(f"{mega}.{part}", f"{hf}.{part}", (heads,), Split(0)) for part in ("dt_bias", "A_log", "D")),
+        one(f"{mega}.out_norm.weight", f"{hf}.norm.weight", (values,), Split(0)),
+        one(f"{mega}.linear_proj.weight", f"{hf}.out_proj.weight", (a.hidden_size, values), Split(1)),
+    ]
+
+
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -250,11 +266,11 @@ def mlp(
     expert: int | None = None,
     names: tuple[str, str, str] = MLP_NAMES,
 ) -> list[Row]:
-    """A gated MLP of `width`; `names` are those of gate, up and down."""
-    halves = tuple(HfTensor(f"{hf}.{name}.weight", (width, a.hidden_size)) for name in names[:2])
+    """An MLP of `width`; `names` are those of gate (where it has one), up and down."""
+    inputs = tuple(HfTensor(f"{hf}.{name}.weight", (width, a.hidden_size)) for name in names[a.squared_relu : 2])
     down = (HfTensor(f"{hf}.{names[2]}.weight", (a.hidden_size, width)),)
     return [
-        Row(f"{megatron}.linear_fc1.weight", halves, GateUp(), expert),
+        Row(f"{megatron}.linear_fc1.weight", inputs, Split(0) if a.squared_relu else GateUp(), expert),
         Row(f"{megatron}.linear_fc2.weight", down, Split(1), expert),
     ]
 
@@ -291,7 +307,7 @@ def decoder(a: Architecture, name: str = "model", stacks: Stacks = ()) -> Table:
     """Pre-norm layers of attention and MLP, each of the kind that the architecture says."""
 
     def mixer(number: int, hf: str) -> list[Row]:
-        if a.linear_attention and number in a.linear_attention.layers:
+        if isinstance(a.linear_attention, LinearAttention) and number in a.linear_attention.layers:
             return linear_attention(a, a.linear_attention, hf)
         return latent_attention(a, a.latent_attention, hf) if a.latent_attention else attention(a, hf)
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders, without torch: whether one is complete, which weights are FP8, programs that rewrite one."""
+"""Hugging Face folders, without torch: whether one is complete, what of it is quantized, programs that rewrite one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.models.packed_int4 import METHOD, TO_PLAIN
+from headrace.models.packed_int4 import EXPERT, METHOD, PACKED, TO_PLAIN, int4_group
 
 # Checks without torch that a Hugging Face folder is complete, without reading its weights.
 #
@@ -106,30 +106,32 @@ def _length_by_header(path: Path) -> int:
     return 8 + length + max(ends, default=0)
 
 
-# The weights of a Hugging Face folder that are FP8 with a factor for each block, as DeepSeek publishes checkpoints.
+# The weights of a Hugging Face folder that are FP8 with a factor for each block, as DeepSeek publishes checkpoints, or
+# packed INT4 with a factor for each group of a row.
 #
-# Engines that are given such a folder compute in FP8, and take new weights in the same form: `X.weight` in
-# float8_e4m3fn and `X.weight_scale_inv` in float32, by which it is multiplied.
+# Engines that are given such a folder compute with them, and take new weights in the same form. FP8: `X.weight` in
+# float8_e4m3fn and `X.weight_scale_inv` in float32, by which it is multiplied. INT4: see packed_int4.
 
 SCALE = "_scale_inv"
-_READ_ONLY = {
-    METHOD: (f"INT4 ({METHOD})", ", or python -m services.trainer.hugging_face.rewrite.to_fp8 MODEL FOLDER"),
-    "mxfp4": ("MXFP4", ""),
-}
-"""Methods whose folders are read and never written: what to call them, and another way than bfloat16."""
+_TO_FP8 = ", or python -m services.trainer.hugging_face.rewrite.to_fp8 MODEL FOLDER"
 
 
 @dataclass(frozen=True, slots=True)
-class BlockFp8:
-    """The names of the weights, and rows and columns of a block."""
+class QuantizedForm:
+    """The names of the weights, and rows and columns of a block that share a factor."""
 
     weights: frozenset[str]
     block: tuple[int, int]
     num_tensors: int
     """The number of tensors in the folder, without factors."""
+    bits: int = 8
+    """8 for FP8, 4 for packed INT4."""
+
+    def __str__(self) -> str:
+        return "block FP8" if self.bits == 8 else "INT4"
 
     @classmethod
-    def of(cls, folder: Path) -> BlockFp8 | None:
+    def of(cls, folder: Path) -> QuantizedForm | None:
         """None for a folder that is not quantized, or has no config. Raises ConfigError for another quantization."""
         if not (folder / "config.json").is_file():
             return None
@@ -137,10 +139,27 @@ class BlockFp8:
         quantization = config.get("quantization_config")
         if not quantization:
             return None
-        block = _block(folder, quantization)
         names = tensor_names(folder)
+        if quantization.get("quant_method") == METHOD:
+            return cls._of_int4(folder, config, names)
+        block = _block(folder, quantization)
         weights = frozenset(name for name in names if name + SCALE in names)
         return cls(weights, block, len(names) - len(weights))
+
+    @classmethod
+    def _of_int4(cls, folder: Path, config: Mapping[str, Any], names: frozenset[str]) -> QuantizedForm:
+        try:
+            block = 1, int4_group(config)
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error.message}", field="hf_checkpoint") from error
+        weights = frozenset(name.removesuffix(PACKED) for name in names if name.endswith(f".weight{PACKED}"))
+        if others := sorted(name for name in weights if not EXPERT.search(name)):
+            raise ConfigError(
+                f"{folder} has {len(others)} weights in INT4 beside its experts ({others[0]}), which engines cannot be "
+                f"given anew: write it in another form and name that folder: {TO_PLAIN}{_TO_FP8}",
+                field="hf_checkpoint",
+            )
+        return cls(weights, block, len(names) - 2 * len(weights), bits=4)
 
 
 def _block(folder: Path, quantization: Mapping[str, Any]) -> tuple[int, int]:
@@ -160,17 +179,17 @@ def _block(folder: Path, quantization: Mapping[str, Any]) -> tuple[int, int]:
         if scale_format not in (None, "float")
         else None
     )
-    if method in _READ_ONLY:
-        form, other = _READ_ONLY[method]
+    if method == "mxfp4":
         raise ConfigError(
-            f"{folder} is in {form}, in which engines cannot be given new weights: write it in another form and name "
-            f"that folder: {TO_PLAIN}{other}",
+            f"{folder} is in MXFP4, in which engines cannot be given new weights: write it in another form and name "
+            f"that folder: {TO_PLAIN}",
             field="hf_checkpoint",
         )
     if wrong:
         raise ConfigError(
-            f"{folder}: its quantization_config has {wrong}. headrace gives engines bfloat16, or FP8 (e4m3) with a "
-            "float32 factor for each square block and activation_scheme dynamic: name a folder of one of these",
+            f"{folder}: its quantization_config has {wrong}. headrace gives engines bfloat16, FP8 (e4m3) with a "
+            "float32 factor for each square block and activation_scheme dynamic, or packed INT4: name a folder of one "
+            "of these",
             field="hf_checkpoint",
         )
     return int(block[0]), int(block[1])

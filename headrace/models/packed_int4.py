@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from headrace.errors import ConfigError
 
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 METHOD = "compressed-tensors"
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""Engines repack others once, at their start, and take no new ones (SGLang: CompressedTensorsWNA16)."""
 TO_PLAIN = "python -m services.trainer.hugging_face.rewrite.to_plain MODEL FOLDER (bfloat16)"
 
 

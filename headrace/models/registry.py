@@ -22,6 +22,7 @@ from headrace.models.families import (
     llama,
     minimax_m2,
     mistral,
+    nemotron_h,
     olmo3,
     qwen2,
     qwen2_5_vl,
@@ -109,6 +110,7 @@ FAMILIES: Sequence[Family] = (
     olmo3.FAMILY,
     gemma3.FAMILY,
     minimax_m2.FAMILY,
+    nemotron_h.FAMILY,
 )
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 

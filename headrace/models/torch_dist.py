@@ -465,8 +465,8 @@ def matched(folder: Path, architecture: Architecture) -> Matched:
     """Raises ConfigError that names missing and extra tensors, and those of another shape. Reads no weights."""
     if architecture.linear_attention:
         raise ConfigError(
-            f"{folder}: Megatron's checkpoints of {architecture.family} are not read, because its gated delta nets "
-            "have other weights there: name a Hugging Face folder"
+            f"{folder}: Megatron's checkpoints of {architecture.family} are not read, because its linear "
+            "attention has other weights there: name a Hugging Face folder"
         )
     chosen = iteration_folder(folder)
     require_same_arguments(chosen, architecture)

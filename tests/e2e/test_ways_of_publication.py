@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from headrace.errors import ChecksumMismatch, FailedPrecondition
 from headrace.job.schema.job import Job
-from headrace.models.folders import BlockFp8
+from headrace.models.folders import QuantizedForm
 from headrace.process.scratch import memory_folder
 from headrace.publication import Probe
 from services.rollout.engine.api import SamplingParams
@@ -49,7 +49,7 @@ pytestmark = [whole_run, pytest.mark.engine, pytest.mark.asyncio(loop_scope="mod
 class Stack:
     model: Qwen3ForCausalLM
     checkpoint: Path
-    form: BlockFp8 | None
+    form: QuantizedForm | None
     fleet: Fleet
     roots: dict[str, Path]
     memory: MemoryFiles
@@ -200,7 +200,7 @@ async def test_an_engine_has_the_weights_that_were_sent_on_every_way_and_compute
     assert len(set(digests)) == 3
     if stack.form:
         (folder,) = stack.roots["disk"].glob("e1-v13-*")
-        assert BlockFp8.of(folder) == stack.form, "engines that load it take it for what they serve"
+        assert QuantizedForm.of(folder) == stack.form, "engines that load it take it for what they serve"
         found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         specs = {spec.name: spec.dtype for spec in stack.plan(0, root=folder).buckets[0]}
         assert {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in found.items()} == specs

@@ -32,7 +32,9 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.placement import EngineGroup
 from headrace.launch.specs import SERVICES, address_in
 from headrace.limits import encodable, share_of_count
-from headrace.models.folders import SCALE, BlockFp8
+from headrace.models import packed_int4
+from headrace.models.folders import SCALE, QuantizedForm
+from headrace.models.packed_int4 import PACKED, SHAPE
 from headrace.models.registry import table
 from headrace.preflight import Report
 from headrace.process.linux import free_bytes
@@ -282,19 +284,19 @@ def _group(group: EngineGroup, shape: EngineShape) -> str:
 def _weights(job: Job) -> str:
     if not job.asks_engines:
         return "stay in the trainer: there is no engine to give them to"
-    form, way = BlockFp8.of(job.model.hf_checkpoint), _way(job)
+    form, way = QuantizedForm.of(job.model.hf_checkpoint), _way(job)
     if form is None:
         return way
     each = (version_bytes(job) or 0) / 1e6
     share = f"{len(form.weights)} of {form.num_tensors} tensors"
-    return f"{way}; engines serve block FP8: {share}, {each:,.1f} MB a publication"
+    return f"{way}; engines serve {form}: {share}, {each:,.1f} MB a publication"
 
 
 def _way(job: Job) -> str:
     publish = job.publish
     changed = ""
     if publish.update_weight_delta:
-        much = megatron(job.megatron).bf16 or BlockFp8.of(job.model.hf_checkpoint) is not None
+        much = megatron(job.megatron).bf16 or QuantizedForm.of(job.model.hf_checkpoint) is not None
         changed = "; what changed alone" if much else "; the whole each time, as in float32 nearly all values change"
     if publish.is_broadcast:
         return "broadcast to the engines" + changed
@@ -497,14 +499,16 @@ def gigabytes(size: float) -> str:
 
 def version_bytes(job: Job) -> int | None:
     """Bytes of all that is published; None when this machine knows nothing of the model."""
-    weight, form = _BFLOAT16 if megatron(job.megatron).bf16 else _FLOAT32, BlockFp8.of(job.model.hf_checkpoint)
+    weight, form = _BFLOAT16 if megatron(job.megatron).bf16 else _FLOAT32, QuantizedForm.of(job.model.hf_checkpoint)
     if job.publish.update_weight_transport == "adapter":
         adapters = num_adapter_parameters(job)
         return None if adapters is None else adapters * weight
     if form is None:
         parameters = num_parameters(job)
         return None if parameters is None else parameters * weight
-    sizes = dict.fromkeys(form.weights, 1) | {name + SCALE: _FLOAT32 for name in form.weights}
+    sizes = dict.fromkeys(form.weights, 1)
+    for name in form.weights:
+        sizes |= {name + SCALE: _FLOAT32, name + PACKED: _FLOAT32, name + SHAPE: _FLOAT32}
     files = job.model.hf_checkpoint.glob("*.safetensors")
     return sum(n * sizes.get(name, weight) for file in files for name, n in _elements(file).items())
 
@@ -513,10 +517,17 @@ def num_parameters(job: Job) -> int | None:
     """Elements of all tensors: from the headers of the safetensors files, else from the architecture."""
     folder = job.model.hf_checkpoint
     counted = [_elements(file) for file in folder.glob("*.safetensors")]
-    if found := sum(n for file in counted for name, n in file.items() if not name.endswith(SCALE)):
+    if found := sum(_weights_in(name, n) for file in counted for name, n in file.items()):
         return found
     architecture = known_architecture(job)
     return None if architecture is None else table(architecture).num_parameters
+
+
+def _weights_in(name: str, elements: int) -> int:
+    """What quantized weights have beside them is none, and a packed element is eight."""
+    if name.endswith((SCALE, f".weight{packed_int4.SCALE}", f".weight{SHAPE}")):
+        return 0
+    return 8 * elements if name.endswith(f".weight{PACKED}") else elements
 
 
 def num_adapter_parameters(job: Job) -> int | None:

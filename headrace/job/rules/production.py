@@ -16,7 +16,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.placement import EngineGroup
 from headrace.job.schema.production import ContextLimit
 from headrace.models.architecture import Architecture
-from headrace.models.folders import BlockFp8
+from headrace.models.folders import QuantizedForm
 from headrace.rpc.net import Address
 
 _LARGEST_SHARE = {"mem_fraction_static": 1.0, "schedule_conservativeness": float("inf")}
@@ -124,6 +124,8 @@ def _refused_argument(name: str, value: object) -> str | None:
         return "cannot be given: engines listen on 127.0.0.1 and need no key, and a run's folder stores its job as " + (
             "plain text: leave it out"
         )
+    if name == "kv_cache_dtype" and value not in SGLANG["kv_cache_dtypes"]:
+        return f"{value}: choose from {', '.join(SGLANG['kv_cache_dtypes'])}"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if name in _LARGEST_SHARE and not (is_number and 0 < value < _LARGEST_SHARE[name]):  # type: ignore[operator]
         below = " and below 1" if _LARGEST_SHARE[name] == 1 else ""
@@ -323,20 +325,30 @@ def check_engine_machines(job: Job, scope: Scope) -> None:
                 "rollout_placement ray starts engines in a cluster that runs: start one with `ray start`, and set "
                 "RAY_ADDRESS"
             )
-    if BlockFp8.of(job.model.hf_checkpoint) is not None:
-        _block_fp8(job, scope)
+    if (form := QuantizedForm.of(job.model.hf_checkpoint)) is not None:
+        _quantized(job, form, scope)
 
 
-def _block_fp8(job: Job, scope: Scope) -> None:
+def _quantized(job: Job, form: QuantizedForm, scope: Scope) -> None:
     if not num_gpus():
         scope.missing(
-            f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, in which SGLang computes only on a GPU, and "
+            f"hf_checkpoint {job.model.hf_checkpoint} is in {form}, in which SGLang computes only on a GPU, and "
             "this machine has none: name a folder in bfloat16 or float32"
         )
     if megatron(job.megatron).dtype != "bfloat16":
         raise ConfigError(
-            f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, whose other weights SGLang takes in bfloat16, "
+            f"hf_checkpoint {job.model.hf_checkpoint} is in {form}, whose other weights SGLang takes in bfloat16, "
             "and the trainer publishes float32: pass --bf16, or name a folder in float32"
+        )
+    if job.train.true_on_policy_mode:
+        raise ConfigError(
+            f"true_on_policy_mode with hf_checkpoint {job.model.hf_checkpoint} in {form}: engines round the weights, "
+            "and the trainer does not: name a folder in bfloat16, or leave --true-on-policy-mode out"
+        )
+    if job.publish.update_weight_delta and form.bits != 8:
+        raise ConfigError(
+            f"update_weight_delta with {form} in hf_checkpoint {job.model.hf_checkpoint}: SGLang repacks INT4 for its "
+            "kernels and cannot change some of its values: pass --no-update-weight-delta"
         )
 
 

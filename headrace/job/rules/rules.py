@@ -33,8 +33,10 @@ from headrace.job.rules.scope import Scope
 from headrace.job.rules.training import (
     check_routing_replay,
     check_training,
+    offloads_activations,
     require_gpus,
     require_states_that_are_saved,
+    rounds_kv_cache,
     uses_critic,
 )
 from headrace.job.schema.job import Job
@@ -66,6 +68,7 @@ def check(job: Job, scope: Scope) -> None:
         scoped(job, scope)
     if "trainer" in scope.services:
         require_gpus(job, scope)
+        offloads_activations(job, scope)
         require_states_that_are_saved(job, scope)
     if "rollout" in scope.services:
         check_engine_machines(job, scope)
@@ -155,6 +158,11 @@ def _of_sampling(job: Job) -> Iterator[str]:
     train, rollout, hooks = job.train, job.rollout, job.hooks
     narrowed = [f"rollout_top_p {rollout.rollout_top_p:g}"] if rollout.rollout_top_p < 1 else []
     narrowed += [] if rollout.rollout_top_k is None else [f"rollout_top_k {rollout.rollout_top_k}"]
+    if rounds_kv_cache(job) and not (train.use_tis or train.use_rs or hooks.custom_loss_function_path):
+        yield (
+            f"--sglang-kv-cache-dtype {job.sglang['kv_cache_dtype']}: engines sample from rounded keys and values, so "
+            "their policy is not quite the trainer's: correct for it with --use-tis"
+        )
     if narrowed and not train.keep_sampling_mask:
         yield (
             f"{' and '.join(narrowed)}: engines sample from fewer tokens than the recorded log-probs cover, so the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from headrace.devices import num_gpus
 from headrace.errors import ConfigError
@@ -31,6 +32,11 @@ def replays_routing(job: Job) -> bool:
     return job.train.use_routing_replay or job.train.use_rollout_routing_replay
 
 
+def rounds_kv_cache(job: Job) -> bool:
+    """True when engines keep keys and values in fewer bits than the model computes with."""
+    return job.sglang.get("kv_cache_dtype", "auto") not in ("auto", "bf16", "bfloat16")
+
+
 _MASK_TOKENS = 4096
 """SGLang's own default."""
 _EXACT_DRAFTS = ("DFLASH", "DSPARK")
@@ -40,7 +46,8 @@ _EXACT_DRAFTS = ("DFLASH", "DSPARK")
 def mask_tokens(job: Job) -> int | None:
     """How many tokens of each sampling mask the job's engines return at most; None where they return no masks."""
     started_elsewhere = job.placement.rollout_external_engine_addrs
-    if not job.train.keep_sampling_mask or started_elsewhere or job.rollout.user_function:
+    functions = job.rollout.rollout_function_path or job.rollout.custom_generate_function_path
+    if not job.train.keep_sampling_mask or started_elsewhere or functions:
         return None
     return int(job.sglang.get("sampling_mask_max_tokens", _MASK_TOKENS))
 
@@ -153,11 +160,16 @@ def _true_on_policy(job: Job) -> None:
                 f"true_on_policy_mode needs {name} {wanted}, and it is {value}: change it, or leave "
                 "--true-on-policy-mode out"
             )
+    if rounds_kv_cache(job):
+        raise ConfigError(
+            f"true_on_policy_mode with --sglang-kv-cache-dtype {job.sglang['kv_cache_dtype']}: engines round keys and "
+            "values, and the trainer does not: leave one of them out"
+        )
     if narrows_sampling(job) and mask_tokens(job) is None:
         raise ConfigError(
             f"true_on_policy_mode with rollout_top_p {job.rollout.rollout_top_p:g} and rollout_top_k "
             f"{job.rollout.rollout_top_k} needs the sets that engines sampled from: pass --keep-sampling-mask, and "
-            "leave out external engines and functions or agents of your own"
+            "leave out external engines, and rollout and generate functions"
         )
 
 
@@ -225,6 +237,44 @@ def _old_log_probs(job: Job) -> None:
         raise ConfigError(
             "use_routing_replay has no effect: this job computes no old log-probs, because it takes one optimizer "
             "step per rollout or uses the engines' log-probs: leave it out, or pass --use-rollout-routing-replay"
+        )
+
+
+_OFFLOADED = {
+    "cpu_offloading": (
+        "cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering "
+        "cpu_offloading_retain_pinned_cpu_buffers"
+    ),
+    "fine_grained_activation_offloading": (
+        "offload_modules min_offloaded_tensor_size delay_offload_until_cuda_graph activation_offload_fraction "
+        "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads"
+    ),
+}
+"""Megatron's two ways to keep activations in the host's memory, and the flags that say how."""
+
+
+def offloads_activations(job: Job, scope: Scope) -> None:
+    """Refuses flags of activation offloading that have no effect, and what Megatron-core refuses at the start."""
+    args = megatron(job.megatron)
+    on = args.given(frozenset({*_OFFLOADED, "recompute_granularity", "recompute_activations"}))
+    for name, parts in _OFFLOADED.items():
+        given = args.given(frozenset(parts.split()))
+        if given and not on.get(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{next(iter(given))} has no effect without {name}: pass {flag}, or leave it out")
+        if name == "fine_grained_activation_offloading" and on.get(name) and not given.get("offload_modules"):
+            raise ConfigError(f"{name} needs --offload-modules, such as core_attn")
+    if not on.pop("cpu_offloading", False):
+        return
+    others = [name for name, value in on.items() if value]
+    if args.pipeline_model_parallel_size > 1:
+        others.append("pipeline_model_parallel_size")
+    if others:
+        raise ConfigError(f"cpu_offloading with {others[0]}: Megatron-core cannot do both: leave one of them out")
+    if find_spec("transformer_engine") is None:
+        scope.missing(
+            "--cpu-offloading: Megatron-core does that with Transformer Engine, which is not installed here: install "
+            "it, or use --fine-grained-activation-offloading with --offload-modules"
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from headrace.hooks import HookArgs
 from headrace.hooks.kit.tool_call import tool_call_parser
+from headrace.job.rules.training import mask_tokens
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit
 from headrace.limits import PEER_WAIT_SECONDS
@@ -98,6 +99,7 @@ def openai_parts(
         limits=SessionLimits(seconds, rollout.max_turns, context.tokens if context else None),
         calls_at_once=calls_at_once,
         evaluation_priority=evaluation_priority(job.sglang),
+        mask_tokens=mask_tokens(job),
         warn=warn,
     )
     return OpenaiParts(server, tool_calls, sampler)

@@ -21,6 +21,7 @@ from headrace.rpc.log import log
 from headrace.session import Branch
 from headrace.trajectory import ROLE, TURNS, Failure, Sample, Status, bounded_turns
 from services.rollout.agents.session import AgentSessions, Session, SessionLimits
+from services.rollout.engine.replies import SamplingMask
 from services.rollout.production.hooks import UserFunction
 from services.rollout.production.sampling import SampleRequest, failed_sample, span_of
 
@@ -88,6 +89,7 @@ class AgentSampler:
         limits: SessionLimits,
         calls_at_once: int,
         evaluation_priority: int | None = None,
+        mask_tokens: int | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._path = path
@@ -96,6 +98,7 @@ class AgentSampler:
         self.player = player
         self._limits = limits
         self._evaluation_priority = evaluation_priority
+        self._mask_tokens = mask_tokens
         self._warn = warn
         self._warned = set[str]()
         self._places = asyncio.Semaphore(calls_at_once)
@@ -126,6 +129,7 @@ class AgentSampler:
     async def _played(self, request: SampleRequest, *, evaluation: bool) -> list[Sample]:
         session = self._sessions.open(request.params, self._limits, self._warn_once)
         session.priority = self._evaluation_priority if evaluation else None
+        session.mask_tokens = None if evaluation else self._mask_tokens
         try:
             async with self._places:
                 session.spans = tracing.current()
@@ -202,6 +206,7 @@ def _sample(request: SampleRequest, branch: Branch, name: str, role: str, *, is_
         response=branch.last.plain,
         tokens=[*branch.prompt, *branch.response],
         policy_ranges=branch.policy_ranges,
+        columns={} if branch.kept is None else SamplingMask.of(branch.kept).columns,
         hook_fields={**request.hook_fields, **_turns(branch)},
         tags={ROLE: role} if role else {},
     )

@@ -14,7 +14,7 @@ from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
 from headrace.hooks.agent import ROLE_MARK, as_role
 from headrace.hooks.kit.tool_call import divided_thought, opened_thought
 from headrace.rpc import tracing
-from headrace.session import Ask, RecordedAnswer, SessionRecord
+from headrace.session import ALL_TOKENS, Ask, RecordedAnswer, SessionRecord
 from services.rollout.admission import EngineSlots, Kind
 from services.rollout.agents.dialects.core import Asked, Call, Reply, TemplateMessage
 from services.rollout.agents.tool_calls import ToolCallReader
@@ -22,7 +22,7 @@ from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.replies import Finish
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
-from services.rollout.production.sampling import STATUS
+from services.rollout.production.sampling import STATUS, masked
 
 _MOST_ROLES = 16
 
@@ -54,6 +54,8 @@ class Session:
     """The one lease under which an agent host may ask; None where the service plays the agent itself."""
     is_lent: bool = False
     priority: int | None = None
+    mask_tokens: int | None = None
+    """The most that a sampling mask has; None where engines are not asked for masks."""
     requests: set[asyncio.Task[object]] = field(default_factory=set)
     kept: dict[str, Sequence[TemplateMessage]] = field(default_factory=dict)
     """Conversations by the ids of their responses, where the client names them in later requests."""
@@ -239,23 +241,34 @@ class AgentPolicy:
 
         async def generated(number: int, params: SamplingParams) -> Generation:
             async with self._slot(session, left):
-                return await self._generator.generate(
-                    ask.tokens,
-                    params,
-                    request_id=f"{name}-{number}",
-                    seconds=session.seconds_left(),
-                    priority=session.priority,
-                    routing_key=session.session_id,
-                )
+                return await self._generated(session, ask, params, f"{name}-{number}")
 
         generations = await asyncio.gather(*(generated(*each) for each in enumerate(all_params)))
         return [await self.record(session, asked, ask, generation) for generation in generations]
 
+    async def _generated(self, session: Session, ask: Ask, params: SamplingParams, name: str) -> Generation:
+        params, has_mask = masked(params, session.mask_tokens)
+        return await self._generator.generate(
+            ask.tokens,
+            params,
+            request_id=name,
+            seconds=session.seconds_left(),
+            priority=session.priority,
+            routing_key=session.session_id,
+            sampling_mask=has_mask,
+        )
+
     async def stream(self, session: Session, asked: Asked, ask: Ask) -> AsyncGenerator[Generation, None]:
-        """Yields all tokens so far, again and again; the last is not recorded yet."""
+        """Yields all tokens so far, again and again; the last is not recorded yet.
+
+        All at once where the engine says their sampling masks, which it does not in a stream.
+        """
         name, left = session.next_request(), session.seconds_left()
         params = session.params_of(asked, len(ask.tokens), 0)
         async with self._slot(session, left):
+            if masked(params, session.mask_tokens)[1]:
+                yield await self._generated(session, ask, params, name)
+                return
             pieces = self._generator.stream(
                 ask.tokens,
                 params,
@@ -282,7 +295,7 @@ class AgentPolicy:
         return reply
 
     async def _reply(self, session: Session, asked: Asked, ask: Ask, generation: Generation) -> Reply:
-        tokens = generation.tokens
+        tokens, mask = generation.tokens, generation.sampling_mask
         ends = generation.finish is Finish.STOP and bool(tokens) and self._ends(session, tokens[-1])
         end = self._encoder.decode_exactly(tokens[-1:]) if ends else ""
         text = self._encoder.decode_exactly(tokens).removesuffix(end)
@@ -299,6 +312,7 @@ class AgentPolicy:
             content=content,
             rest=rest,
             end=end,
+            kept=None if session.mask_tokens is None else mask.by_token if mask else [ALL_TOKENS] * len(tokens),
         )
         thought, spoken = "", content
         if asked.splits_thoughts:

@@ -204,6 +204,17 @@ class SamplingMask:
         """Appends that of the tokens that follow."""
         return SamplingMask(np.concatenate((self.ids, later.ids)), np.concatenate((self.counts, later.counts)))
 
+    @classmethod
+    def of(cls, kept: Sequence[NDArray[np.int32]]) -> SamplingMask:
+        """From the ids of each token."""
+        ids = np.concatenate([np.empty(0, np.int32), *kept])
+        return cls(ids, np.array([len(each) for each in kept], np.int32))
+
+    @property
+    def by_token(self) -> Sequence[NDArray[np.int32]]:
+        """The ids of each token."""
+        return np.split(self.ids, np.cumsum(self.counts)[:-1])
+
     @property
     def columns(self) -> dict[str, NDArray[np.int32]]:
         """By their names in a sample."""

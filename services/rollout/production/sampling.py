@@ -212,6 +212,13 @@ def top_k_of_mask(mask_tokens: int) -> int:
     return max(1, mask_tokens * 15 // 16)
 
 
+def masked(params: SamplingParams, mask_tokens: int | None) -> tuple[SamplingParams, bool]:
+    """Returns the parameters with which an engine returns masks, and whether it is asked for them."""
+    if mask_tokens is None or not params.is_narrowed:
+        return params, False
+    return replace(params, top_k=min(params.top_k or top_k_of_mask(mask_tokens), mask_tokens)), True
+
+
 class EngineSampler:
     """Generates single samples. A failure is the sample's own, which is FAILED with the reason.
 
@@ -252,10 +259,7 @@ class EngineSampler:
     ) -> Sample:
         """Returns a sample without a reward."""
         priority = self._evaluation_priority if evaluation else None
-        params, mask_tokens = request.params, None if evaluation else self._mask_tokens
-        has_mask = mask_tokens is not None and params.is_narrowed
-        if mask_tokens is not None and has_mask:
-            params = replace(params, top_k=min(params.top_k or top_k_of_mask(mask_tokens), mask_tokens))
+        params, has_mask = masked(request.params, None if evaluation else self._mask_tokens)
         begun = generation_of(request.begun) if request.begun else NOTHING_YET
         if has_mask and begun.sampling_mask is None:
             begun = NOTHING_YET

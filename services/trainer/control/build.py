@@ -19,7 +19,7 @@ from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.job import Job, changed_options
 from headrace.job_buffer import buffer_of
 from headrace.limits import PEER_WAIT_SECONDS
-from headrace.models.folders import BlockFp8, base_digest
+from headrace.models.folders import QuantizedForm, base_digest
 from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.log import log
 from headrace.rpc.net import Address, host_towards
@@ -186,7 +186,7 @@ class TrainerBuild:
 
     def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> Sender:
         """This rank's part in publications."""
-        publish, form = self.job.publish, BlockFp8.of(self.job.model.hf_checkpoint)
+        publish, form = self.job.publish, QuantizedForm.of(self.job.model.hf_checkpoint)
         if publish.update_weight_transport == "adapter":
             return AdapterWriter(policy, layout, is_aborted, root=self.weights_root)
         if not publish.is_broadcast:

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from headrace.delta import PREFIX, Change, pack
 from headrace.errors import HeadraceError, InvalidArgument, PublicationAborted
-from headrace.models.folders import BlockFp8
+from headrace.models.folders import QuantizedForm
 from headrace.publication import TensorSpec
 from headrace.rpc.log import log
 from services.trainer.collective_io import CollectiveIO
@@ -111,7 +111,7 @@ def part_of(publication_id: str, service: int) -> str:
 
 
 class Sender:
-    """One rank's part, in its compute thread. Engines are given the policy's weights, or with `form` in block FP8."""
+    """One rank's part, in its compute thread. Engines are given the policy's weights, or with `form` quantized."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Sender:
         is_aborted: Callable[[str], bool],
         *,
         bucket_bytes: int | None,
-        form: BlockFp8 | None = None,
+        form: QuantizedForm | None = None,
         hashes: bool = True,
     ) -> None:
         """`hashes`: what engines print can be computed here. Without `bucket_bytes` all tensors are in one bucket."""
@@ -274,7 +274,7 @@ class WeightSender(Sender):
         host: str,
         timeout_seconds: float,
         bucket_bytes: int,
-        form: BlockFp8 | None = None,
+        form: QuantizedForm | None = None,
         hashes: bool = True,
     ) -> None:
         """`host` is where engines reach this rank."""
@@ -374,7 +374,7 @@ class WeightWriter(Sender):
         root: Path,
         file_bytes: int,
         memory: MemoryFiles | None = None,
-        form: BlockFp8 | None = None,
+        form: QuantizedForm | None = None,
         hashes: bool = True,
         leaves: bool = False,
     ) -> None:

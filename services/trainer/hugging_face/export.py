@@ -38,15 +38,24 @@ Part = tuple[Mapping[str, str], int]
 """The file of each tensor, and the bytes of all."""
 
 
-def write_passthrough_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: int) -> Part:
-    """Copies them from the checkpoint into files of their own, matrices in `dtype`; returns their part of the index."""
+def write_passthrough_layers(
+    hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: int, *, is_quantized: bool
+) -> Part:
+    """Copies them from the checkpoint into files of their own; returns their part of the index.
+
+    Matrices are in `dtype`. With `is_quantized` all are as the checkpoint stores them: engines take their drafts from
+    these files.
+    """
     source = HfFolder(hf_checkpoint)
     names = passthrough_names(source.names, read_architecture(hf_checkpoint))
     weight_map: dict[str, str] = {}
     num_bytes = 0
     for number, specs in enumerate(_files(source, names, file_bytes)):
         file = f"model-kept-{number + 1:05d}.safetensors"
-        content = {spec.name: _as(source.tensor(spec.name), dtype) for spec in specs}
+        if is_quantized:
+            content = {name: tensor for spec in specs for name, tensor in source.stored(spec.name).items()}
+        else:
+            content = {spec.name: _as(source.tensor(spec.name), dtype) for spec in specs}
         write_tensors(draft / file, content, {"format": "pt"})
         weight_map |= dict.fromkeys(content, file)
         num_bytes += sum(tensor.nbytes for tensor in content.values())
@@ -71,7 +80,7 @@ _SINGLE = "model.safetensors"
 _FIRST = "model-00001-of-00001.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-_QUANTIZED = "float8_e4m3fn"
+_QUANTIZED = ("float8_e4m3fn", "int32")
 _DRAFT = ".draft"
 _TORN = ".torn"
 
@@ -130,10 +139,12 @@ def _finish(
     hf_checkpoint: Path, draft: Path, folder: Path, specs: Sequence[TensorSpec], file_bytes: int, parts: Sequence[Part]
 ) -> None:
     """Runs on rank 0 when every stage's files are durable."""
-    dtype = next(spec.dtype for spec in specs if spec.dtype != _QUANTIZED)
+    dtype = next(spec.dtype for spec in specs if spec.dtype not in _QUANTIZED)
     copy_companions(hf_checkpoint, draft)
-    _write_config(hf_checkpoint, draft, dtype, is_quantized=any(spec.dtype == _QUANTIZED for spec in specs))
-    _write_index(draft, [*parts, write_passthrough_layers(hf_checkpoint, draft, dtype, file_bytes)])
+    is_quantized = any(spec.dtype in _QUANTIZED for spec in specs)
+    _write_config(hf_checkpoint, draft, dtype, is_quantized=is_quantized)
+    kept = write_passthrough_layers(hf_checkpoint, draft, dtype, file_bytes, is_quantized=is_quantized)
+    _write_index(draft, [*parts, kept])
     sync_files(draft)
     if folder.exists():
         _make_way(folder)

@@ -88,6 +88,11 @@ class HfFolder:
             )
         return dequantized(raw, self._raw(name + _SCALE), self._block)
 
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """A weight as the files have it, quantized or not, with what is beside it there."""
+        ends = ("", PACKED, SCALE, SHAPE, _SCALE, _BLOCKS, _SCALES)
+        return {name + end: self._raw(name + end) for end in ends if name + end in self._files}
+
     def _is_mxfp4(self, name: str) -> bool:
         return name not in self._files and name + _BLOCKS in self._files
 

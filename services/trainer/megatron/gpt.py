@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -223,6 +224,8 @@ def scale_embeddings(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor
 def _activation(architecture: Architecture) -> Any:
     if architecture.swiglu_limit is not None:
         return quick_gelu
+    if architecture.squared_relu:
+        return squared_relu
     return silu if architecture.swiglu else partial(gelu, approximate="tanh")
 
 

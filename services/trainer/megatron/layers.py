@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -40,6 +40,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
@@ -265,6 +266,15 @@ def with_latent_attention(layer: ModuleSpec, latent: LatentAttention, *, with_te
     return layer
 
 
+def with_one_part(layer: ModuleSpec, *, is_mlp: bool) -> ModuleSpec:
+    """The layer's spec without its attention, or without its MLP: norm, part and residual."""
+    left_out = (
+        ("input_layernorm", "self_attention", "self_attn_bda") if is_mlp else ("pre_mlp_layernorm", "mlp", "mlp_bda")
+    )
+    nothing = dict(zip(left_out, (IdentityOp, IdentityOp, IdentityFuncOp), strict=True))
+    return ModuleSpec(layer.module, layer.params, dataclasses.replace(layer.submodules, **nothing))
+
+
 def has_transformer_engine(layout: Layout) -> bool:
     """Transformer Engine's layers where it is installed, Megatron's own elsewhere."""
     return layout.device.type == "cuda" and find_spec("transformer_engine") is not None
@@ -282,6 +292,12 @@ def layer_specs(
         block = with_marked_norms(block)
         if architecture.add_bias_linear:
             block = with_biased_experts(block)
+    if architecture.mlp_layers is not None:
+        first = get_transformer_layer_offset(config, vp_stage)
+        block.layer_specs = [
+            with_one_part(layer, is_mlp=number in architecture.mlp_layers)
+            for number, layer in enumerate(block.layer_specs, first)
+        ]
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         if architecture.post_norms:
             with_post_norms(layer, block.layer_norm if with_te else MarkedNorm)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError, DataLoss
 from headrace.models.architecture import Architecture
-from headrace.models.folders import BlockFp8
+from headrace.models.folders import QuantizedForm
 from headrace.publication import TensorSpec
 from headrace.rpc import tracing
 from headrace.trajectory import Sample, Status
@@ -260,7 +260,7 @@ class Policy:
         file_bytes: int = FILE_BYTES,
         look: Look = lambda content: None,
         write: Write | None = None,
-        form: BlockFp8 | None = None,
+        form: QuantizedForm | None = None,
     ) -> None:
         """Collective: a complete Hugging Face folder of the current weights; `look` sees each file's content first."""
         tensors, specs = self.hf_tensors(), self.hf_tensor_specs()

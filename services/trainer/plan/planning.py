@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.job.schema.training import TrainSection
-from headrace.models.architecture import Architecture
+from headrace.models.architecture import Architecture, Mamba
 from headrace.models.registry import table
 from headrace.trajectory import Sample, Status
 from services.trainer.plan.batch import SampleFacts
@@ -309,12 +309,15 @@ class ModelFlops:
         """Counted from the architecture alone."""
         a, mla, linear = architecture, architecture.latent_attention, architecture.linear_attention
         head = a.kv_channels * 2 if mla is None else mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim
-        num_linear = 0 if linear is None else len(linear.layers)
-        # A state is read by a key, written, and read by a query.
-        states = 0 if linear is None else 3 * linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
+        num_linear, num_alone = len(linear.layers) if linear else 0, len(a.mlp_layers or ())
+        states = 0
+        if isinstance(linear, Mamba):  # a state is written, and read by C
+            states = 2 * linear.num_heads * linear.head_dim * linear.state_size
+        elif linear is not None:  # a state is read by a key, written, and read by a query
+            states = 3 * linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
         return cls(
             per_token=2 * (_multiplications(a) + num_linear * states),
-            per_pair=2 * (a.num_layers - num_linear) * a.num_attention_heads * head,
+            per_pair=2 * (a.num_layers - num_linear - num_alone) * a.num_attention_heads * head,
             per_projection=2 * a.hidden_size * a.vocab_size,
         )
 

@@ -119,6 +119,7 @@ def _as_bits(tensor: Tensor) -> Tensor:
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
+_DTYPES |= {torch.int32: "I32"}
 _ALIGNMENT = 8
 
 

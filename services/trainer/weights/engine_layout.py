@@ -4,7 +4,8 @@ SGLang fuses q/k/v and gate/up into one parameter each, by concatenation along t
 layer's experts, so the bytes of the fused tensor are the parts' bytes end to end. Its /weights_checker prints, for a
 CPU tensor, the first eight bytes of the SHA-256 over the raw bytes, in hexadecimal (sglang/srt/managers/mm_utils.py:
 tensor_hash), and for one on a GPU its own kernel's hash (`DeviceHash`). Of a weight in block FP8 it hashes quantized ×
-factor, in bfloat16 (sglang/srt/utils/weight_checker_comparator.py).
+factor, in bfloat16 (sglang/srt/utils/weight_checker_comparator.py). INT4 it repacks for its kernels: no checksum of
+those can be said here.
 
 `DeviceHash` is written from SGLang's kernel (sglang/kernels/ops/memory/gpu_tensor_hash.py): each 32-bit word is mixed
 with its place, words are added up in tiles of 8192, and the mixed tiles to 64 bits. torch has no unsigned arithmetic
@@ -22,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from headrace.models import packed_int4
 from headrace.models.folders import SCALE
 from services.trainer.weights.quantization import dequantized
 
@@ -98,6 +100,7 @@ def _mixed_64(number: int) -> int:
     return number ^ (number >> 31)
 
 
+_INT4 = tuple(f".weight{end}" for end in (packed_int4.PACKED, packed_int4.SCALE, packed_int4.SHAPE))
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w[123])\.weight(_scale_inv)?$")
 _STACKED = dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), ".experts.w13_weight")
 _STACKED |= dict.fromkeys(("down_proj", "w2"), ".experts.w2_weight")
@@ -140,6 +143,8 @@ class EngineChecksums:
     def update(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes in (Hugging Face name, tensor) pairs."""
         for name, tensor in tensors:
+            if name.endswith(_INT4):
+                continue
             if tensor.dtype == torch.float8_e4m3fn:
                 self._quantized[name] = tensor
             elif (weight := self._quantized.pop(name.removesuffix(SCALE), None)) is not None:

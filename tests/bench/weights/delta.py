@@ -4,6 +4,8 @@ The weights are the checkpoint's in bfloat16, as engines on GPUs get them, and a
 two publications each weight moves in float32 by the learning rate up or down, as AdamW's first steps move it. Whole
 publications and those of what changed take turns, each with the engine's checksums of every tensor. The time of both is
 from the first byte gathered to the commit; the standstill is the part of it without generation.
+
+With `--mbit` the engine is on a host of its own, behind a switch of that rate, and weights are broadcast.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import argparse
 import asyncio
 import gc
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -23,16 +27,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.job.schema.job import Job
+from headrace.rpc.net import Address
 from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.fleet import Fleet, FleetTiming
+from services.rollout.engine.process import EngineFactory, EngineNode, SglangProcess
 from services.rollout.engine.router import Router
-from services.rollout.fleet_build import sglang_factory
+from services.rollout.fleet_build import engine_options, sglang_factory
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import Delta, GroupPlan, Plan
 from services.trainer.control.senders import WeightSender, WeightWriter
 from services.trainer.control.transport import sweep
 from services.trainer.model.policy import Policy
 from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
+from tests.support.hosts.hosts import network
 
 BUCKET_BYTES = 512 << 20
 
@@ -70,7 +77,13 @@ class Way:
     """One transport's publications to one receiver."""
 
     def __init__(
-        self, name: str, weights: Mapping[str, torch.Tensor], checkpoint: Path, fleet: Fleet, root: Path
+        self,
+        name: str,
+        weights: Mapping[str, torch.Tensor],
+        checkpoint: Path,
+        fleet: Fleet,
+        root: Path,
+        host: str = "127.0.0.1",
     ) -> None:
         policy = SameWeights(weights, checkpoint)
         self._specs = policy.hf_tensor_specs()
@@ -81,9 +94,7 @@ class Way:
         self._sender: WeightSender | WeightWriter = (
             WeightWriter(sent, ALONE, lambda _: False, root=root, file_bytes=BUCKET_BYTES)
             if name == "disk"
-            else WeightSender(
-                sent, ALONE, lambda _: False, host="127.0.0.1", bucket_bytes=BUCKET_BYTES, timeout_seconds=600.0
-            )
+            else WeightSender(sent, ALONE, lambda _: False, host=host, bucket_bytes=BUCKET_BYTES, timeout_seconds=600.0)
         )
 
     async def publish(self, version: int, *, changes: bool) -> Published:
@@ -130,11 +141,30 @@ class Way:
         self._sender.drop([0])
 
 
-async def measure(checkpoint: Path, rates: list[float], rounds: int, folder: Path) -> None:
+@dataclass(frozen=True)
+class Hosts:
+    """Where this process is, and where the engine is: a network namespace, and its address."""
+
+    own_address: str
+    engine_namespace: str
+    engine_address: str
+
+    def factory(self, job: Job, folder: Path) -> EngineFactory:
+        """The engine, in its namespace."""
+        options = replace(engine_options(job), host=self.engine_address)
+        starter = ("ip", "netns", "exec", self.engine_namespace)
+        node = EngineNode(0, Address(self.engine_address, 20000), starter=starter)
+        log = folder / "engine-0.log"
+        return lambda number: SglangProcess(options, number, log, has_accelerator=False, node=node)
+
+
+async def measure(checkpoint: Path, rates: list[float], rounds: int, folder: Path, hosts: Hosts | None) -> None:
     job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}, "sglang": {"dtype": "bfloat16"}})
     timing = FleetTiming(start_seconds=900)
     router = Router(job.rollout, folder / "router.log", request_seconds=60, timing=timing)
-    factory = sglang_factory(job, folder, has_accelerator=await has_accelerator())
+    factory = (
+        hosts.factory(job, folder) if hosts else sglang_factory(job, folder, has_accelerator=await has_accelerator())
+    )
     fleet = Fleet(1, 1, factory, router, timing)
     await asyncio.gather(router.start(), fleet.start())
     weights, version = Weights(checkpoint), 0
@@ -142,8 +172,9 @@ async def measure(checkpoint: Path, rates: list[float], rounds: int, folder: Pat
     try:
         with all_ranks():
             gc.freeze()  # as the services do
-            for name in ("disk", "collective"):
-                way = Way(name, weights.sent, checkpoint, fleet, folder / name)
+            for name in ("collective",) if hosts else ("disk", "collective"):
+                own = hosts.own_address if hosts else "127.0.0.1"
+                way = Way(name, weights.sent, checkpoint, fleet, folder / name, own)
                 for lr in rates:
                     pairs: list[tuple[Published, Published]] = []
                     shares: list[float] = []
@@ -178,9 +209,19 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mbit", type=float, help="rate of the switch between trainer and engine, in Mbit/s")
+    parser.add_argument("--hosts", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.mbit:
+        with network(("trainer", "engine"), bits_per_second=given.mbit * 1e6) as hosts:
+            trainer, engine = hosts.hosts["trainer"], hosts.hosts["engine"]
+            words = [sys.executable, "-m", "tests.bench.weights.delta", str(given.checkpoint), "--lr"]
+            words += [*map(str, given.lr), "--rounds", str(given.rounds)]
+            words += ["--hosts", trainer.address, engine.namespace, engine.address]
+            sys.exit(subprocess.run(trainer.command(words), check=False).returncode)
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(given.checkpoint, given.lr, given.rounds, Path(folder)))
+        hosts_of_it = Hosts(*given.hosts) if given.hosts else None
+        asyncio.run(measure(given.checkpoint, given.lr, given.rounds, Path(folder), hosts_of_it))
 
 
 if __name__ == "__main__":

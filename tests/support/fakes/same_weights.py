@@ -11,7 +11,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from headrace.models.folders import BlockFp8
+from headrace.models.folders import QuantizedForm
 from headrace.publication import TensorSpec
 from services.trainer.hugging_face.export import Look, Write, export
 from services.trainer.megatron.parallel import Layout
@@ -37,7 +37,7 @@ class SameWeights:
         ]
 
     def export(
-        self, folder: Path, file_bytes: int, look: Look, write: Write | None = None, form: BlockFp8 | None = None
+        self, folder: Path, file_bytes: int, look: Look, write: Write | None = None, form: QuantizedForm | None = None
     ) -> None:
         """As a Policy does; inside `all_ranks`."""
         tensors, specs = self.hf_tensors(), self.hf_tensor_specs()

@@ -103,11 +103,13 @@ class Network:
 
 
 @contextmanager
-def network(names: Sequence[str] = NAMES, *, ipv6: bool = False) -> Iterator[Network]:
+def network(
+    names: Sequence[str] = NAMES, *, ipv6: bool = False, bits_per_second: float | None = None
+) -> Iterator[Network]:
     """A network of these hosts. Skips the test where no network namespace can be made."""
     run = uuid.uuid4().hex[:8]
     hosts = {name: Host(name, number, f"headrace-{run}-{name}", ipv6) for number, name in enumerate(names, 1)}
-    switch, made = Switch(), list[Host]()
+    switch, made = Switch(bits_per_second), list[Host]()
     try:
         for host in hosts.values():
             if (refused := _refusal("netns", "add", host.namespace)) is not None:

@@ -10,6 +10,7 @@ import os
 import select
 import struct
 import threading
+import time
 
 _SET_INTERFACE = 0x400454CA  # TUNSETIFF, see linux/if_tun.h
 _TAP_WITHOUT_HEADER = 0x0002 | 0x1000
@@ -24,7 +25,10 @@ def hardware_address(host: int) -> str:
 class Switch:
     """Forwards frames in a thread of its own until `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, bits_per_second: float | None = None) -> None:
+        """`bits_per_second`: of all hosts together; None: as fast as it can."""
+        self._rate = bits_per_second
+        self._free_at = 0.0
         self._taps: dict[int, int] = {}
         self._wake, self._woken = os.pipe()
         self._thread = threading.Thread(target=self._forward, name="switch", daemon=True)
@@ -57,6 +61,11 @@ class Switch:
 
     def _take(self, sender: int, frame: bytes) -> None:
         """A frame to a group is everybody's, as a host's hardware takes what is not its own for nobody's."""
+        if self._rate is not None:
+            now = time.monotonic()
+            if self._free_at > now:
+                time.sleep(self._free_at - now)
+            self._free_at = max(now, self._free_at) + 8 * len(frame) / self._rate
         to_many = frame[0] & 1
         receivers = [host for host in self._taps if host != sender] if to_many else [frame[5]]
         for receiver in receivers:

@@ -82,14 +82,14 @@ def view_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """The part of a transformers model's tensors that a checkpoint calls so."""
     if match := _MINIMAX.match(name):
         name = f"{match[1]}.mlp.experts.{match[2]}.{_PROJECTIONS[match[3]]}.weight"
-    name = name.replace(".block_sparse_moe.", ".mlp.")
+    name = name.replace(".block_sparse_moe.", ".mlp.").replace("backbone.", "model.")
     if stacked := _STACKED.match(name):
         return _called(tensors, stacked[1])[int(stacked[2])].T
     if (match := _EXPERT.match(name)) is None:
         return _called(tensors, name)
     layer, expert, kind = match.groups()
-    if kind == "down":
-        return _called(tensors, f"{layer}.down_proj")[int(expert)]
+    if kind == "down" or f"{layer}.{kind}_proj" in tensors:
+        return _called(tensors, f"{layer}.{kind}_proj")[int(expert)]
     return _called(tensors, f"{layer}.gate_up_proj")[int(expert)].chunk(2)[kind == "up"]
 
 

@@ -34,7 +34,8 @@ class Answer:
 def log_probs_of(network: Any, sample: Sample, temperature: float = TEMPERATURE) -> Tensor:
     tokens = torch.from_numpy(sample.tokens).long()
     start, images = sample.prompt_length, _images_of(network, sample, tokens)
-    table = (network(tokens[None], **images).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
+    logits = network(tokens[None], **images).logits[0, start - 1 : -1].double()
+    table = (logits / temperature).log_softmax(-1)
     found: Tensor = table.gather(1, tokens[start:, None])[:, 0]
     return found
 

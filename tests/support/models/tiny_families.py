@@ -107,6 +107,18 @@ _DELTA_NET = {
     "linear_num_value_heads": 4,
     "rms_norm_eps": 1e-3,  # a state of few tokens may answer next to nothing, whose noise its norm makes large
 }
+_MAMBA = {
+    "head_dim": 16,
+    "mlp_hidden_act": "relu2",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "layer_norm_epsilon": 1e-3,  # as above
+    # Transformers takes no steps below the smallest, of which published models have none.
+    "time_step_min": 1e-9,
+    "time_step_floor": 0.05,
+}
 _TOWER = {
     "depth": 1,
     "hidden_size": 32,
@@ -198,6 +210,13 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt_oss": ("gpt_oss", _GPT_OSS),
     "olmo3": ("olmo3", _OLMO3),
     "minimax_m2": ("minimax_m2", _MINIMAX_M2),
+    "nemotron_h": ("nemotron_h", _MAMBA | {"hybrid_override_pattern": "M*M-"}),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        _MAMBA
+        | _SIGMOID_EXPERTS
+        | {"hybrid_override_pattern": "ME*E", "moe_shared_expert_intermediate_size": 80, "n_shared_experts": 1},
+    ),
     "gemma3_text": ("gemma3_text", _GEMMA3),
     "gemma3": ("gemma3", _GEMMA3),
 }
@@ -218,6 +237,8 @@ def make_tiny(
     make_tiny_tokenizer().save_pretrained(folder)
     if family == "kimi_k2":
         _rewrite(folder, lambda config: config | {"model_type": "kimi_k2"})
+    if family.startswith("nemotron_h"):
+        _rewrite(folder, _readable)
     if family == "olmo3":
         _rewrite(folder, lambda config: {n: v for n, v in config.items() if n != "rope_parameters"} | _OLMO3_ROPE)
     if family == "gemma3":
@@ -228,7 +249,12 @@ def make_tiny(
 def tiny_config(family: str) -> dict[str, Any]:
     """The config.json of a tiny model with a head of its own, without making the model."""
     config: dict[str, Any] = json.loads(_config(family, tied=False, num_layers=2).to_json_string(use_diff=False))
-    return config
+    return _readable(config)
+
+
+def _readable(config: dict[str, Any]) -> dict[str, Any]:
+    """Transformers does not read the infinity that it writes."""
+    return {name: value for name, value in config.items() if name != "time_step_limit"}
 
 
 def _config(family: str, *, tied: bool, num_layers: int, **shape: Any) -> Any:

@@ -12,7 +12,12 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "engines"), [("eight_gpus", "4 ranks", "4 behind"), ("two_machines", "8 ranks", "2 behind")]
+    ("name", "ranks", "engines"),
+    [
+        ("eight_gpus", "4 ranks", "4 behind"),
+        ("two_machines", "8 ranks", "2 behind"),
+        ("fp8", "128 ranks", "2 behind the router (manual), 16 tensor-parallel processes"),
+    ],
 )
 def test_a_job_for_gpus_passes_its_check_on_another_machine(
     capsys: pytest.CaptureFixture[str], name: str, ranks: str, engines: str

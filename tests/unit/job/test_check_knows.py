@@ -173,3 +173,29 @@ def test_a_job_for_gpus_elsewhere_is_checked_without_them(
     (model / "elsewhere").rename(model / "model.safetensors")
     with pytest.raises(ConfigError, match="moe-permute-fusion: Megatron-core does that only on a GPU"):
         load(job_file, flags[:1], {}, lambda _: Scope(["trainer"]))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--fine-grained-activation-offloading", "--offload-modules", "core_attn", "attn_proj"],
+        ["--cpu-offloading", "--cpu-offloading-num-layers", "1"],
+    ],
+)
+def test_activation_offload_is_taken_for_a_machine_with_gpus_and_refused_by_name_without(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.setattr(scopes, "num_gpus", lambda: 0)
+    job = load(job_file, flags, {}, lambda job: scopes.scope_of_check(job, elsewhere=False))
+    assert scopes.scope_of_check(job, elsewhere=False).elsewhere == flags[0]
+    assert flags[0][2:].replace("-", "_") in job.megatron
+    with pytest.raises(ConfigError, match=flags[0][2:]):
+        load(job_file, flags, {}, lambda _: Scope(["trainer"]))
+
+
+def test_a_kv_cache_in_fp8_is_checked_for_a_machine_with_gpus(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scopes, "num_gpus", lambda: 0)
+    flags = ["--sglang-kv-cache-dtype", "fp8_e4m3"]
+    job = load(job_file, flags, {}, lambda job: scopes.scope_of_check(job, elsewhere=False))
+    assert job.sglang["kv_cache_dtype"] == "fp8_e4m3"
+    assert scopes.scope_of_check(job, elsewhere=False).elsewhere == flags[0]

@@ -17,7 +17,7 @@ from headrace.errors import ConfigError
 from headrace.job.megatron import MegatronArgs
 from headrace.job.model import check_layout, contradictions
 from headrace.models.family import TransposedGateUp
-from headrace.models.folders import BlockFp8
+from headrace.models.folders import QuantizedForm
 from headrace.models.registry import PRESETS, architecture, table
 from headrace.models.torch_dist import rows_of
 from services.trainer.hugging_face.hf_folder import HfFolder, check_names
@@ -95,9 +95,9 @@ def test_mxfp4_is_read_bit_for_bit_as_transformers_reads_it(mxfp4: Path, tmp_pat
             assert source.tensor(name, 3).to(dtype).equal(expected[3])
         assert plain.tensor(name).equal(convert_moe_packed_tensors(*parts))
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
-    assert BlockFp8.of(tmp_path / "plain") is None
+    assert QuantizedForm.of(tmp_path / "plain") is None
     with pytest.raises(ConfigError, match=r"in MXFP4, in which engines cannot be given .*to_plain MODEL FOLDER"):
-        BlockFp8.of(mxfp4)
+        QuantizedForm.of(mxfp4)
 
 
 def test_a_megatron_checkpoint_gives_back_the_tensors_that_it_was_written_from(mxfp4: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.errors import ConfigError
-from headrace.models.folders import BlockFp8
+from headrace.models.folders import QuantizedForm
 from headrace.models.registry import PRESETS, architecture, table
 
 CONFIG = dict(PRESETS["minimax-m2"].config)
@@ -43,7 +43,7 @@ def test_the_preset_has_the_published_size_and_names() -> None:
 def test_the_published_fp8_form_is_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": PUBLISHED}))
     save_file({"w1.weight": torch.zeros(1), "w1.weight_scale_inv": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert BlockFp8.of(tmp_path) == BlockFp8(frozenset({"w1.weight"}), (128, 128), 1)
+    assert QuantizedForm.of(tmp_path) == QuantizedForm(frozenset({"w1.weight"}), (128, 128), 1)
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,23 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from safetensors.torch import load_file, save_file
 
 from headrace.cli.main import main
-from headrace.errors import AlreadyExists, ConfigError
-from headrace.models.folders import BlockFp8
+from headrace.errors import AlreadyExists, ConfigError, InvalidArgument
+from headrace.models.folders import QuantizedForm
 from headrace.models.registry import PRESETS, read_architecture, table
+from headrace.publication import TensorSpec
 from services.trainer.hugging_face.export import write_passthrough_layers
 from services.trainer.hugging_face.hf_folder import HfFolder, check_names
 from services.trainer.hugging_face.rewrite import to_plain as program
 from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
 from services.trainer.hugging_face.rewrite.to_plain import to_plain
-from services.trainer.weights.quantization import quantized
+from services.trainer.weights.engine_layout import EngineChecksums
+from services.trainer.weights.quantization import quantized, quantized_specs, unpacked_int4
 from tests.support.models.tiny_families import make_tiny
 from tests.support.models.tiny_variants import add_mtp_layer
 from tests.support.ranks.rank_results import weights
@@ -54,7 +59,7 @@ def plain(tmp_path: Path) -> Path:
 def test_projections_become_fp8_within_half_a_step_and_all_else_stays_bit_for_bit(plain: Path, tmp_path: Path) -> None:
     form = to_fp8(plain, tmp_path / "fp8", file_bytes=50_000)
     assert form.weights == IN_FP8
-    assert BlockFp8.of(tmp_path / "fp8") == form
+    assert QuantizedForm.of(tmp_path / "fp8") == form
     assert len(list((tmp_path / "fp8").glob("*.safetensors"))) > 1
     assert (tmp_path / "fp8" / "tokenizer.json").is_file()
     before, after = load_file(plain / "model.safetensors"), HfFolder(tmp_path / "fp8")
@@ -79,10 +84,10 @@ def test_projections_become_fp8_within_half_a_step_and_all_else_stays_bit_for_bi
 def test_other_quantizations_are_refused_with_what_they_are(
     plain: Path, quantization: dict[str, object], said: str
 ) -> None:
-    assert BlockFp8.of(plain) is None
+    assert QuantizedForm.of(plain) is None
     (plain / "config.json").write_text(json.dumps({"quantization_config": quantization}))
-    with pytest.raises(ConfigError, match=f"quantization_config has {said}. headrace gives engines bfloat16, or FP8"):
-        BlockFp8.of(plain)
+    with pytest.raises(ConfigError, match=f"quantization_config has {said}. headrace gives engines bfloat16, FP8"):
+        QuantizedForm.of(plain)
 
 
 def test_check_refuses_a_machine_whose_engines_cannot_compute_in_fp8(
@@ -141,11 +146,28 @@ def test_layers_that_predict_further_tokens_are_exported_as_they_came(family: st
     a = read_architecture(tmp_path)
     check_names(HfFolder(tmp_path, a), a)
     (tmp_path / "draft").mkdir()
-    files, _ = write_passthrough_layers(tmp_path, tmp_path / "draft", "float32", 1 << 30)
+    files, _ = write_passthrough_layers(tmp_path, tmp_path / "draft", "float32", 1 << 30, is_quantized=False)
     layer = load_file(tmp_path / "mtp.safetensors")
     assert layer.keys() <= files.keys()
     kept = load_file(tmp_path / "draft" / "model-kept-00001.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in layer.items())
+
+
+def test_a_publication_in_fp8_has_them_in_fp8_so_that_engines_draft_with_them(tmp_path: Path) -> None:
+    name = "mtp.layers.0.mlp.experts.0.up_proj.weight"
+    make_tiny(tmp_path / "plain", "qwen3_next")
+    add_mtp_layer(tmp_path / "plain", "mtp.layers.0")
+    layer = load_file(tmp_path / "plain" / "mtp.safetensors") | {name: torch.randn(128, 128)}
+    save_file(layer, tmp_path / "plain" / "mtp.safetensors")
+    to_fp8(tmp_path / "plain", tmp_path / "fp8")
+    published = {n: tensor for n, tensor in weights(tmp_path / "fp8").items() if n.startswith("mtp.")}
+    assert published[name].dtype == torch.float8_e4m3fn
+    (tmp_path / "draft").mkdir()
+    write_passthrough_layers(tmp_path / "fp8", tmp_path / "draft", "bfloat16", 1 << 30, is_quantized=True)
+    kept = load_file(tmp_path / "draft" / "model-kept-00001.safetensors")
+    assert kept.keys() == published.keys() == layer.keys() | {f"{name}_scale_inv"}
+    assert all(kept[n].dtype == tensor.dtype for n, tensor in published.items())
+    assert all(kept[n].float().equal(tensor.float()) for n, tensor in published.items())
 
 
 GROUP = 32
@@ -214,9 +236,90 @@ def test_it_is_written_in_bfloat16_or_in_fp8(
         to_plain(packed, tmp_path / "plain")
 
 
-def test_engines_cannot_be_given_it_and_a_job_says_in_which_form_they_can(packed: Path) -> None:
-    with pytest.raises(ConfigError, match=r"in INT4 .*to_plain MODEL FOLDER .bfloat16., or python -m .*to_fp8"):
-        BlockFp8.of(packed)
+def filled(folder: Path, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The folder holds one expert with these values in INT4, and a norm."""
+    rows, columns = values.shape
+    generator = torch.Generator().manual_seed(5)
+    scale = (torch.rand((rows, columns // GROUP), generator=generator) + 0.01).bfloat16()
+    parts = {"_packed": pack_to_int32(values, 4), "_scale": scale, "_shape": torch.tensor(values.shape).int()}
+    tensors = {EXPERT + end: part.contiguous() for end, part in parts.items()}
+    save_file(tensors | {NORM: torch.randn(64).bfloat16()}, folder / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lowest", [-8, -7])
+def test_int4_that_is_read_is_written_in_the_same_bits(packed: Path, dtype: torch.dtype, lowest: int) -> None:
+    values = torch.randint(lowest, 8, (256, 512), dtype=torch.int8, generator=torch.Generator().manual_seed(4))
+    values[:, ::GROUP] = lowest  # a group's factor is that which its largest weight asks for
+    values[:, 1::GROUP] = 1
+    published = filled(packed, values)
+    form = QuantizedForm.of(packed)
+    assert form == QuantizedForm(frozenset({EXPERT}), (1, GROUP), num_tensors=2, bits=4)
+    assert str(form) == "INT4"
+    weights = {name: HfFolder(packed).tensor(name).to(dtype) for name in (EXPERT, NORM)}
+    written = dict(quantized(form, iter(weights.items())))
+    assert written.keys() == published.keys() | {NORM}
+    for name, tensor in published.items():
+        assert written[name].dtype == tensor.dtype
+        assert written[name].equal(tensor), name
+    specs = quantized_specs(form, [TensorSpec(name, tensor.shape, "bfloat16") for name, tensor in weights.items()])
+    assert [(spec.name, list(spec.shape)) for spec in specs] == [(n, list(t.shape)) for n, t in written.items()]
+    assert sum(spec.num_bytes for spec in specs[:3]) == sum(tensor.nbytes for tensor in published.values())
+    sums = EngineChecksums()
+    sums.update(written.items())
+    assert list(sums.result()) == [NORM], "engines repack INT4"
+
+
+def test_trained_weights_become_int4_as_compressed_tensors_would_write_them(packed: Path) -> None:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
+    weight[0, :GROUP] = 0
+    filled(packed, torch.zeros(64, 256, dtype=torch.int8))
+    form = QuantizedForm.of(packed)
+    assert form is not None
+    written = dict(quantized(form, iter([(EXPERT, weight)])))
+    groups = weight.view(64, -1, GROUP)
+    theirs = QuantizationArgs(**WEIGHTS)
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), theirs)
+    scale = scale.bfloat16()
+    scale[0, 0] = 1
+    assert written[f"{EXPERT}_scale"].equal(scale)
+    expected = quantize(weight, scale.float(), torch.zeros_like(scale, dtype=torch.int8), theirs)
+    assert written[f"{EXPERT}_packed"].equal(pack_to_int32(expected.to(torch.int8), 4))
+    again = unpacked_int4(written[f"{EXPERT}_packed"], written[f"{EXPERT}_scale"], (64, 256), GROUP)
+    assert [t.tolist() for _, t in quantized(form, iter([(EXPERT, again)]))] == [t.tolist() for t in written.values()]
+
+
+def test_weights_that_are_not_finite_are_refused(packed: Path) -> None:
+    filled(packed, torch.zeros(2, 64, dtype=torch.int8))
+    form = QuantizedForm.of(packed)
+    assert form is not None
+    with pytest.raises(InvalidArgument, match="INT4 knows none"):
+        dict(quantized(form, iter([(EXPERT, torch.full((2, 64), torch.nan))])))
+
+
+def test_engines_take_int4_of_experts_alone(packed: Path) -> None:
+    parts = filled(packed, torch.ones(2, 64, dtype=torch.int8))
+    shared = {name.replace("experts.0", "shared_experts"): part for name, part in parts.items()}
+    save_file(shared, packed / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"shared_experts.*to_plain MODEL FOLDER .bfloat16., or python -m .*to_fp8"):
+        QuantizedForm.of(packed)
+
+
+def test_check_says_what_a_publication_in_int4_costs_and_refuses_a_delta(
+    job_file: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    filled(model, torch.ones(1000, 1280, dtype=torch.int8))
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": quantization()}))
+    assert main(["check", str(job_file), "--fast"]) == 2
+    assert "is in INT4, in which SGLang computes only on a GPU" in " ".join("".join(capsys.readouterr()).split())
+    assert main(["check", str(job_file), "--fast", "--elsewhere", "--bf16"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "engines serve INT4: 1 of 2 tensors, 0.7 MB a publication" in printed
+    delta = ("--update-weight-delta", "--update-weight-transport", "disk")
+    assert main(["check", str(job_file), "--fast", "--elsewhere", "--bf16", *delta]) == 2
+    assert "--no-update-weight-delta" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headrace.models.folders import BlockFp8, is_whole
+from headrace.models.folders import QuantizedForm, is_whole
 from headrace.process.scratch import memory_folder
 from services.trainer.weights.quantization import quantized
 from tests.long_forms import ALL
@@ -184,7 +184,7 @@ def test_a_run_trains_every_step_and_the_engines_have_its_final_weights(runs: Ru
     assert [row["step"] for row in runs.metrics(run)] == list(range(1, NUM_STEPS + 1))
     exported, (served,) = runs.exported(run), runs.served[run]
     family = SET_UPS[run.split("@")[0]][0]
-    form = BlockFp8.of(runs.folder / family)
+    form = QuantizedForm.of(runs.folder / family)
     sent = dict(quantized(form, iter(exported.items()))) if form else exported
     assert sent.keys() == served.keys()
     assert [name for name in sent if not sent[name].view(torch.uint8).equal(served[name].view(torch.uint8))] == []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.models.folders import BlockFp8, main_of
+from headrace.models.folders import QuantizedForm, main_of
 from headrace.models.registry import read_architecture
 from services.trainer.hugging_face.export import FILE_BYTES, rewrite
 from services.trainer.hugging_face.hf_folder import HfFolder
@@ -24,11 +24,11 @@ _BLOCK = (128, 128)
 _PROJECTION = re.compile(r"((?<!\beh)_proj(_with_mqa)?|\.w[123])\.weight$")
 
 
-def to_fp8(model: Path, folder: Path, file_bytes: int = FILE_BYTES) -> BlockFp8:
+def to_fp8(model: Path, folder: Path, file_bytes: int = FILE_BYTES) -> QuantizedForm:
     """Writes the folder, one file after the other. Raises AlreadyExists, and what reading the model raises."""
     source = HfFolder(model, read_architecture(model))
     shapes = {name: source.shape(name) for name in sorted(source.names)}
-    every = BlockFp8(frozenset(filter(_PROJECTION.search, shapes)), _BLOCK, len(shapes))
+    every = QuantizedForm(frozenset(filter(_PROJECTION.search, shapes)), _BLOCK, len(shapes))
     projections = frozenset(name for name in every.weights if can_be_quantized(every, shapes[name]))
     form = replace(every, weights=projections)
     kept = sorted(shapes.keys() - projections)

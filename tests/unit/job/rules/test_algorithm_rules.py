@@ -53,12 +53,18 @@ def test_kept_sampling_masks_are_the_way_out_that_the_warning_names(load_with) -
     [
         ("--rollout-top-p 0.95", r"rollout_top_p 0.95: engines sample from fewer tokens"),
         (LONE, r"grpo compares the samples of a prompt, and n_samples_per_prompt is 1"),
+        ("--sglang-kv-cache-dtype fp8_e4m3", r"fp8_e4m3: engines sample from rounded .* --use-tis"),
         ("--rollout-temperature 0", r"rollout_temperature 0: all samples of a prompt are the same"),
     ],
 )
 def test_what_is_allowed_and_probably_not_meant_is_warned_of(load_with, flags: str, warning: str) -> None:
     (found,) = algorithm_warnings(load_with(*flags.split()))
     assert re.search(warning, found)
+
+
+@pytest.mark.parametrize("flags", ["--sglang-kv-cache-dtype fp8_e4m3 --use-tis", "--sglang-kv-cache-dtype bfloat16"])
+def test_a_rounded_cache_that_is_corrected_for_is_not_warned_of(load_with, flags: str) -> None:
+    assert not algorithm_warnings(load_with(*flags.split()))
 
 
 @pytest.mark.parametrize(

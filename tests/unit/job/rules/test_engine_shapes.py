@@ -219,7 +219,10 @@ def test_a_job_is_refused_whose_engines_could_not_take_its_weights(load_with, fl
         assert words in refused.value.message
 
 
-@pytest.mark.parametrize(("family", "what"), [("gpt_oss", "attention sinks"), ("qwen3_5_moe", "linear attention")])
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [("gpt_oss", "attention sinks"), ("qwen3_5_moe", "linear attention"), ("nemotron_h", "linear attention")],
+)
 def test_a_model_that_sglang_computes_on_gpus_alone_is_refused_where_there_is_none(load_with, family, what) -> None:
     found, here = architecture(tiny_config(family)), Scope(("rollout",))
     with pytest.raises(ConfigError, match=f"has {what}, which SGLang computes only on a GPU"):

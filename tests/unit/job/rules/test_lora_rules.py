@@ -36,6 +36,7 @@ def test_defaults_are_pefts_on_every_linear_layer(load_with) -> None:
         ("deepseek_v3", ("all-linear",), {*LATENT, "q_a_proj", "q_b_proj", "gate_proj", "up_proj", "down_proj"}),
         ("moonlight", ("q_proj", "kv_b_proj"), {"q_proj", "kv_b_proj"}),
         ("qwen3_next", ("in_proj_qkvz", "out_proj"), {"in_proj_qkvz", "out_proj"}),
+        ("nemotron_h", ("all-linear",), DENSE - {"gate_proj"} | {"in_proj", "out_proj"}),
         ("gpt_oss", ("all-linear",), {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ("gpt_oss", ("q_proj", "down_proj"), {"q_proj", "down_proj"}),
     ],

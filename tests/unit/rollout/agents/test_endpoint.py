@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
 from headrace.rpc.http_server import EndpointServer
+from headrace.trajectory import check_sampling_mask
 from services.rollout.admission import EngineSlots, Kind, Shares
 from services.rollout.agents.endpoint import Endpoint
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session, SessionLimits
 from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
+from services.rollout.engine.replies import SamplingMask
 from services.rollout.engine.weights import INITIAL_VERSION, ServedWeights
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
@@ -99,6 +102,36 @@ async def test_a_stream_gives_the_same_text_and_is_recorded_once(served: Served)
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 8
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_session_records_the_sets_that_its_tokens_were_sampled_from(served: Served, streams: bool) -> None:
+    session = served.session()
+    session.params, session.mask_tokens = replace(session.params, top_p=0.9), 16
+    async with served.client(session) as client:
+        first = await client.completions.create(model="any", prompt="once", max_tokens=4)
+        text = f"once{first.choices[0].text} more"
+        if streams:
+            pieces = await client.completions.create(model="any", prompt=text, max_tokens=4, stream=True)
+            assert [piece async for piece in pieces]
+        else:
+            await client.completions.create(model="any", prompt=text, max_tokens=4)
+    (branch,) = session.record.branches()
+    assert branch.kept is not None
+    sizes = [len(ids) for ids in branch.kept]
+    assert sizes == [2 * trained for trained in branch.loss_mask]
+    assert 0 in sizes
+    check_sampling_mask("", np.array(branch.response), SamplingMask.of(branch.kept).columns)
+
+
+async def test_tokens_that_an_agent_had_sampled_from_all_have_an_empty_set(served: Served) -> None:
+    session = served.session()
+    session.mask_tokens = 16
+    async with served.client(session) as client:
+        await client.completions.create(model="any", prompt="once", max_tokens=4)
+    (branch,) = session.record.branches()
+    assert branch.kept is not None
+    assert SamplingMask.of(branch.kept).counts.tolist() == [0, 0, 0, 0]
 
 
 async def test_choices_are_branches_and_completions_continue_texts(served: Served) -> None:

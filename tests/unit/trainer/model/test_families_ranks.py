@@ -29,6 +29,7 @@ from tests.support.ranks.ranks import run_cases
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 FAMILIES: tuple[str, ...] = ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "olmo3", "gemma3_text")
+FAMILIES += ("nemotron_h_moe",)
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"tied": True},
     "qwen3_moe": {"num_layers": 4},  # enough for two virtual stages in each of two pipeline ranks
@@ -53,6 +54,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek_v3@pp2": (2, PP2),
     "gpt_oss@ep2-sp2": (2, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
     "olmo3@sp2": (2, SP2),
+    "nemotron_h_moe@sp2": (2, SP2),
     "gemma3_text@sp2": (2, SP2),
 }
 if ALL:
@@ -66,6 +68,7 @@ if ALL:
         "moonlight",
         "kimi_k2",
         "minimax_m2",
+        "nemotron_h",
         "gemma3",
     )
     RUNS |= {
@@ -101,6 +104,13 @@ if ALL:
         "minimax_m2@pp2": (2, PP2),
         "minimax_m2@ep2": (2, EP2 | SHARDED),
         "minimax_m2@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
+        "nemotron_h@tp2": (2, TP2),
+        "nemotron_h@sp2": (2, SP2),
+        "nemotron_h@pp2": (2, PP2),
+        "nemotron_h@vpp2": (2, VPP2),
+        "nemotron_h_moe@pp2": (2, PP2),
+        "nemotron_h_moe@ep2": (2, EP2 | SHARDED),
+        "nemotron_h_moe@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
         "olmo3@tp2-dp2": (4, TP2 | SHARDED),
         "glm4_moe@ep2-dp2": (4, EP2 | SHARDED),
         "glm4_moe@pp2": (2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),

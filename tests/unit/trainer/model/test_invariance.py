@@ -32,6 +32,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_next@cp2": (2, CP2),
     "deepseek_v3@alone": (1, {}),
     "deepseek_v3@cp2": (2, CP2),
+    "nemotron_h@alone": (1, {}),
+    "nemotron_h@cp2": (2, CP2),
     "gpt_oss@alone": (1, {}),
     "gpt_oss@cp2": (2, CP2),
 }

@@ -46,8 +46,8 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 STAND_INS: dict[str, tuple[int, dict[str, Any]]] = {"qwen3_moe@te": (1, {})}
 """Under Megatron-core's wrappers of Transformer Engine's layers, whose experts are grouped."""
-ROUNDING = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), 5e-5)
-"""Rotary angles are float32 in both models, and so is the whole of a gated delta net."""
+ROUNDING = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_h_moe"), 5e-5)
+"""Rotary angles are float32 in both models, and so is the whole of a gated delta net or Mamba mixer."""
 RESUMED: dict[str, tuple[int, dict[str, Any]]] = {"resumed@ep2": (2, SHARDED)}
 if ALL:
     RUNS |= {
@@ -70,6 +70,10 @@ if ALL:
         "minimax_m2@alone": (1, {}),
         "minimax_m2@ep2": (2, EP2),
         "minimax_m2@sp2": (2, SP2),
+        "nemotron_h@alone": (1, {}),
+        "nemotron_h@sp2": (2, SP2),
+        "nemotron_h@pp2": (2, PP2),
+        "nemotron_h_moe@ep2": (2, EP2),
         "gemma3@alone": (1, {}),
         "gemma3_text@alone": (1, {}),
         "gemma3_text@sp2": (2, SP2),
@@ -100,6 +104,8 @@ if ALL:
         "olmo3@te-sp2": (2, SP2),
         "gemma3_text@te-sp2": (2, SP2),
         "minimax_m2@te": (1, {}),
+        "nemotron_h@te": (1, {}),
+        "nemotron_h_moe@te-sp2": (2, SP2),
         "deepseek_v3@te": (1, {}),
         "deepseek_v3@te-ep2": (2, EP2),
     }

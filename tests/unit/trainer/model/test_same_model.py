@@ -12,6 +12,7 @@ from headrace.models.registry import PRESETS, architecture
 from services.trainer.model.policy import model_facts, require_same_model
 
 NEW = ("windows", "attention_sinks", "add_bias_linear", "swiglu_limit", "attention_output_gate", "linear_attention")
+NEW += ("mlp_layers", "squared_relu")
 
 
 def facts(name: str) -> dict[str, Any]:

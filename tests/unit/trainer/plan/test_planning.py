@@ -208,3 +208,11 @@ def test_flops_of_linear_attention_grow_with_the_tokens_alone() -> None:
     assert linear.per_pair == 0
     assert whole.per_pair == 2 * 2 * 4 * 2 * 32
     assert ModelFlops.of(architecture(config)).per_pair == whole.per_pair / 2
+
+
+def test_layers_that_are_an_mlp_or_a_mamba_mixer_alone_have_no_pairs() -> None:
+    flops = ModelFlops.of(architecture(tiny_config("nemotron_h")))  # of four layers, one has attention
+    assert flops.per_pair == 2 * 4 * 2 * 16
+    weights = 2 * (264 + 96) * 64 + (64 + 2 * 32 + 64) * 64 + 2 * 64 * 96 + 2 * 160 * 4
+    states = 2 * 2 * 8 * 12 * 16
+    assert flops.per_token == 2 * (weights + states)

@@ -15,13 +15,13 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from headrace.errors import InvalidArgument
-from headrace.models.folders import BlockFp8
+from headrace.models.folders import QuantizedForm
 from headrace.publication import TensorSpec
 from services.trainer.weights.engine_layout import EngineChecksums
 from services.trainer.weights.quantization import dequantized, quantize, quantized, quantized_specs
 from tests.support.fakes.engine_checksums import engine_checksums
 
-FORM = BlockFp8(frozenset({"a.weight"}), (128, 128), 2)
+FORM = QuantizedForm(frozenset({"a.weight"}), (128, 128), 2)
 
 
 def e4m3(code: int) -> float:
@@ -143,7 +143,7 @@ def test_a_weight_that_engines_cannot_take_is_refused(shape: tuple[int, ...]) ->
 
 def test_the_checksum_of_a_quantized_weight_is_that_of_what_it_stands_for() -> None:
     parts = {f"l.0.mlp.{name}_proj.weight": torch.randn(256, 384) for name in ("gate", "up")}
-    form = BlockFp8(frozenset(parts), (128, 128), 2)
+    form = QuantizedForm(frozenset(parts), (128, 128), 2)
     sums = EngineChecksums()
     for pair in quantized(form, iter(parts.items())):
         sums.update([pair])  # a weight and its factors may travel apart
