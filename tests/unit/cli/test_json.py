@@ -28,6 +28,7 @@ class Engines(rollout_pb2_grpc.RolloutServiceServicer):
     """Answers each response in two parts."""
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: object) -> AsyncIterator[Any]:
+        assert request.run == "run", "the command names its run: several may share the service"
         for index in range(request.n):
             yield rollout_pb2.GenerateResponse(text="4 + ", index=index)
             yield rollout_pb2.GenerateResponse(
@@ -38,6 +39,7 @@ class Engines(rollout_pb2_grpc.RolloutServiceServicer):
             )
 
     async def Evaluate(self, request: rollout_pb2.EvaluateRequest, context: object) -> AsyncIterator[Any]:
+        assert request.run == "run", "the command names its run: several may share the service"
         result = rollout_pb2.EvalResult(
             name="sums", mean_reward=0.5, pass_at_k=[rollout_pb2.PassAtK(k=1, estimate=0.5)]
         )
