@@ -8,7 +8,7 @@ states/MODEL/SEQ.safetensors              the model after its request SEQ
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import msgspec
 
 from headrace.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound
 from services.trainer.durable import make_folder, remove
-from services.trainer.tinker.journal import Model
 from services.trainer.tinker.work import LoraSpec, TinkerPath
 
 _ABOUT = "checkpoint.json"
@@ -26,6 +25,8 @@ class About(msgspec.Struct, frozen=True):
     """What is known of a checkpoint beside its tensors."""
 
     path: str
+    request_id: str
+    """The request that made it"""
     session: str
     spec: LoraSpec
     created: float
@@ -59,22 +60,15 @@ class Checkpoints:
         make_folder(folder.parent if path.kind == "sampler_weights" else folder)
         return folder
 
-    def describe(
-        self,
-        path: TinkerPath,
-        model: Model,
-        ttl_seconds: int | None,
-        user_metadata: Mapping[str, str] | None,
-        *,
-        is_kept: bool,
-    ) -> None:
+    def describe(self, path: TinkerPath, about: About) -> None:
         """Makes the checkpoint one that can be used."""
-        expires = None if ttl_seconds is None else time.time() + ttl_seconds
-        metadata = None if user_metadata is None else dict(user_metadata)
-        about = About(str(path), model.session, model.spec, time.time(), is_kept, expires, metadata)
         draft = self.folder(path) / f".{_ABOUT}"
         draft.write_bytes(msgspec.json.encode(about))
         draft.rename(self.folder(path) / _ABOUT)
+
+    def is_made_by(self, path: TinkerPath, request_id: str) -> bool:
+        """True where this request has made it before."""
+        return (self.folder(path) / _ABOUT).exists() and self.about(path).request_id == request_id
 
     def about(self, path: TinkerPath) -> About:
         """Raises NotFound, and DataLoss for what cannot be read."""

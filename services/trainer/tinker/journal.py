@@ -28,6 +28,9 @@ CREATE TABLE IF NOT EXISTS requests (
 CREATE INDEX IF NOT EXISTS requests_of ON requests (owner, seq);
 """
 
+_FORGOTTEN = ""
+"""The media type of a result that is not kept any more"""
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -130,7 +133,7 @@ class Journal:
     def outcome(self, request_id: str) -> Outcome | None:
         """None while there is none. Raises KeyError for a request that is not known."""
         row = self._db.execute("SELECT media_type, result FROM requests WHERE id = ?", (request_id,)).fetchone()
-        if row is None:
+        if row is None or row[0] == _FORGOTTEN:
             raise KeyError(request_id)
         return None if row[0] is None else Outcome(*row)
 
@@ -152,5 +155,8 @@ class Journal:
         return rows.fetchall()
 
     def forget_results(self, kind: str, before: float) -> None:
-        """Deletes requests of a kind that were answered before then."""
-        self._db.execute("DELETE FROM requests WHERE kind = ? AND answered < ?", (kind, before))
+        """Of requests of a kind that were answered before then. They still count among the answered ones."""
+        self._db.execute(
+            "UPDATE requests SET body = x'', result = x'', media_type = ? WHERE kind = ? AND answered < ?",
+            (_FORGOTTEN, kind, before),
+        )

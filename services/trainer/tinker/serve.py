@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class TinkerServer:
         self._rollout = rollout
 
     async def run(
-        self, joined: JoinedRanks, compute: ThreadPoolExecutor, until_ended: Callable[[], Awaitable[None]]
+        self, joined: JoinedRanks, compute: ThreadPoolExecutor, until_ended: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         """Serves until `until_ended` returns. What is not answered by then is carried out after the next start.
 
@@ -96,7 +96,12 @@ class TinkerServer:
         try:
             await server.start()
             log.info("tinker_api", url=server.url, models=names_of(job))
-            await until_ended()
+            ended, broken = asyncio.create_task(until_ended()), asyncio.create_task(tinker.broken())
+            await asyncio.wait({ended, broken}, return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            if broken.done():
+                broken.result()
+            broken.cancel()
         finally:
             tinker.let_go()
             await server.stop()

@@ -14,7 +14,7 @@ import secrets
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Protocol
 
 from headrace.errors import FailedPrecondition, HeadraceError, NotFound, ResourceExhausted
 from headrace.rpc.log import log
-from services.trainer.tinker.checkpoints import Checkpoints
+from services.trainer.tinker.checkpoints import About, Checkpoints
 from services.trainer.tinker.journal import Journal, Model, Outcome, QueuedRequest, Sampler
 from services.trainer.tinker.work import (
     AdamParams,
@@ -128,6 +128,11 @@ class Tinker:
         self._completed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._sweeping: asyncio.Task[None] | None = None
         self._lets_wait = True
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def broken(self) -> None:
+        """Raises what ended the work in the background: no client's request is to blame."""
+        await asyncio.shield(self._broken)
 
     def start(self) -> None:
         """Goes on with what was there before a restart. Sessions have their whole time again."""
@@ -137,13 +142,13 @@ class Tinker:
             self._models[model.model_id] = queue = _ModelQueue(model, model.saved_seq + 1)
             for request, _ in self._journal.since(model.model_id, model.saved_seq):
                 queue.push(request)
-            queue.running = asyncio.create_task(self._run(queue))
+            queue.running = self._in_background(self._run(queue))
         for sampler in self._journal.samplers():
             self._samplers[sampler.sampler_id] = sampler
             for request, is_answered in self._journal.since(sampler.sampler_id, -1):
                 if not is_answered:
                     self._begin_sampling(sampler, request)
-        self._sweeping = asyncio.create_task(self._sweep())
+        self._sweeping = self._in_background(self._sweep())
 
     def let_go(self) -> None:
         """Nobody waits any longer: clients ask again after the next start."""
@@ -218,7 +223,7 @@ class Tinker:
         self._journal.add(request)
         self._models[model_id] = queue = _ModelQueue(Model(model_id, session, spec, -1), 0)
         queue.push(request)
-        queue.running = asyncio.create_task(self._run(queue))
+        queue.running = self._in_background(self._run(queue))
         return request
 
     def ask(self, model_id: str, seq: int, kind: str, body: bytes) -> QueuedRequest:
@@ -275,6 +280,15 @@ class Tinker:
             found = self._journal.answered(sampler_id)[since:]
         return found
 
+    def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) and not self._broken.done():
+                self._broken.set_exception(error)
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        return task
+
     def _event(self, request_id: str) -> asyncio.Event:
         return self._answered.setdefault(request_id, asyncio.Event())
 
@@ -309,7 +323,9 @@ class Tinker:
                 outcome = await self._guarded(request, lambda request=request: self._carry_out(queue, request))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
             if known is None:
                 self._answer(request, outcome)
-            if queue.exists and request.kind == "optim_step" and time.monotonic() - queue.saved_at > _STATE_SECONDS:
+            is_due = request.kind == "optim_step" and time.monotonic() - queue.saved_at > _STATE_SECONDS
+            # What a model was loaded from may be deleted.
+            if queue.exists and (is_due or request.kind == "load_weights"):
                 await self._save_state(queue, request.seq)
 
     async def _save_state(self, queue: _ModelQueue, seq: int) -> None:
@@ -344,20 +360,30 @@ class Tinker:
             case AdamParams():
                 return self._wire.done(metrics={"grad_norm": await self._ranks.step(model_id, work)})
             case Save():
-                return await self._save(queue.model, work)
+                return await self._save(queue.model, request.request_id, work)
             case _:
                 raise FailedPrecondition(f"{request.kind} is no request of a model")
 
-    async def _save(self, model: Model, work: Save) -> Outcome:
-        if work.for_sampler:
-            path = TinkerPath(model.model_id, "sampler_weights", work.name or f"ephemeral-{secrets.token_hex(8)}")
+    async def _save(self, model: Model, request_id: str, work: Save) -> Outcome:
+        name = work.name or f"unnamed-{secrets.token_hex(8)}"
+        path = TinkerPath(model.model_id, "sampler_weights" if work.for_sampler else "weights", name)
+        if not self.checkpoints.is_made_by(path, request_id):  # a restart may have come before the answer
             folder = self.checkpoints.room(path, overwrite=work.overwrite)
-            await self._ranks.save_adapter(model.model_id, folder)
-        else:
-            path = TinkerPath(model.model_id, "weights", work.name or f"unnamed-{secrets.token_hex(8)}")
-            folder = self.checkpoints.room(path, overwrite=work.overwrite)
-            await self._ranks.save(model.model_id, folder / "state.safetensors")
-        self.checkpoints.describe(path, model, work.ttl_seconds, work.user_metadata, is_kept=work.name is not None)
+            if work.for_sampler:
+                await self._ranks.save_adapter(model.model_id, folder)
+            else:
+                await self._ranks.save(model.model_id, folder / "state.safetensors")
+            about = About(
+                path=str(path),
+                request_id=request_id,
+                session=model.session,
+                spec=model.spec,
+                created=time.time(),
+                is_kept=work.name is not None,
+                expires=None if work.ttl_seconds is None else time.time() + work.ttl_seconds,
+                user_metadata=None if work.user_metadata is None else dict(work.user_metadata),
+            )
+            self.checkpoints.describe(path, about)
         if work.for_sampler and work.name is None:
             assert work.sampler_seq is not None, "the wire asks for one of both"
             sampler = self.add_sampler(model.session, work.sampler_seq, str(path))
@@ -366,7 +392,7 @@ class Tinker:
         return self._wire.done(path=str(path), type=kind)
 
     def _begin_sampling(self, sampler: Sampler, request: QueuedRequest) -> None:
-        self._tasks[request.request_id] = task = asyncio.create_task(self._sample(sampler, request))
+        self._tasks[request.request_id] = task = self._in_background(self._sample(sampler, request))
         task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
 
     async def _sample(self, sampler: Sampler, request: QueuedRequest) -> None:

@@ -235,6 +235,44 @@ async def test_a_restart_begins_with_the_last_state_and_carries_out_only_what_ca
         assert served.ranks.calls == ["load True", "step 2", "step 3"]
 
 
+async def test_a_save_that_a_restart_interrupts_is_made_once(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, httpx.AsyncClient(base_url=served.url, headers=KEY) as client:
+        model_id = await _model(client)
+        body = {"model_id": model_id, "seq_id": 1, "path": "kept"}
+        asked = (await client.post("/api/v1/save_weights", json=body)).json()
+        first = await _outcome(client, asked["request_id"])
+        served.tinker._journal._db.execute("UPDATE requests SET media_type = NULL WHERE kind = 'save_weights'")
+        await served.restart()
+        assert await _outcome(client, asked["request_id"]) == first
+        assert served.ranks.calls == ["create 2"]
+
+
+async def test_a_model_outlives_the_checkpoint_that_it_was_loaded_from(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served:
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            service = opened(served)
+            training = service.create_lora_training_client(base_model=BASE, rank=2).result()
+            training.forward_backward([datum([1, 2])], "cross_entropy").result()
+            path = training.save_state("kept").result().path
+            loaded = service.create_training_client_from_state(path).result()
+            service.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+            asyncio.run_coroutine_threadsafe(served.restart(), loop).result()
+            assert loaded.optim_step(ADAM).result().metrics == {"grad_norm": 2.0}
+
+        await in_client(work)
+
+
+async def test_what_ends_the_work_in_the_background_ends_the_server(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, httpx.AsyncClient(base_url=served.url, headers=KEY) as client:
+        model_id = await _model(client)
+        served.ranks.models.clear()
+        await _step(client, model_id, 1, 1)
+        with pytest.raises(KeyError):
+            await asyncio.wait_for(served.tinker.broken(), 20)
+
+
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "a loss that is not published": ("gspo", {}),
     "a setting that the loss does not have": ("ppo", {"loss_fn_config": {"beta": 1.0}}),
