@@ -4,7 +4,8 @@
 one optimizer step, one after the other with the whole machine to itself. The median step counts; the first, which
 warms up, and a last one that saves do not. The learning rate is as good as 0, so that answers stay as long as they are
 on both sides. headrace runs whole: buffer, engine, reward and trainer, with weights published after every step. CPU
-seconds are those of all its processes: they say nearly the same on a busy machine.
+seconds are those of all its processes: they say nearly the same on a busy machine. Then both train LoRA of rank 8, and
+headrace publishes the adapters alone.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from transformers import AutoTokenizer
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 3
 SAMPLES_PER_STEP = 32
+RANK = 8
 INSTRUCTION = (
     "You are a careful calculator. Read the sum below, work it out, and answer with the result alone: one integer, no "
     "words and no signs before it but a minus where it is needed. For example, the answer to 2 + 2 = is 4.\n"
@@ -94,22 +96,26 @@ class Figures:
         return cls(wall, cpu, statistics.mean(lengths))
 
 
-def trl(python: Path, model: Path, prompts: Path) -> Figures:
+LORA = ("--lora-rank", str(RANK), "--lora-alpha", str(2 * RANK), "--update-weight-transport", "adapter")
+
+
+def trl(python: Path, model: Path, prompts: Path, *rank: str) -> Figures:
     """TRL alone in its process."""
-    command = [str(python), str(REPOSITORY / "tests/bench/baselines/trl_grpo.py"), str(model), str(prompts), str(STEPS)]
+    program = str(REPOSITORY / "tests/bench/baselines/trl_grpo.py")
+    command = [str(python), program, str(model), str(prompts), str(STEPS), *rank]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return Figures.of(found["ends"], found["lengths"])
 
 
-def headrace(folder: Path, model: Path, prompts: Path, staleness: int) -> Figures:
+def headrace(folder: Path, model: Path, prompts: Path, staleness: int, *flags: str) -> Figures:
     """A whole run, whose metrics are read as they come."""
     folder.mkdir()
     name = folder.name
     job = folder / "job.toml"
     values = {"folder": folder, "model": model, "prompts": prompts, "steps": STEPS + 1, "staleness": staleness}
     job.write_text(JOB.format(**values, repository=REPOSITORY))
-    command = [sys.executable, "-m", "headrace.cli.main", "train", str(job)]
+    command = [sys.executable, "-m", "headrace.cli.main", "train", str(job), *flags]
     run = subprocess.Popen(
         command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, cwd=REPOSITORY, stdout=subprocess.DEVNULL
     )
@@ -171,6 +177,10 @@ def main(python: Path, model: Path) -> None:
         show("TRL GRPO", theirs, theirs)
         show("headrace, on-policy", headrace(folder / "on-policy", model, prompts, 0), theirs)
         show("headrace, max_staleness 1", headrace(folder / "one-step-off", model, prompts, 1), theirs)
+        theirs = trl(python, model, prompts, str(RANK))
+        show("TRL GRPO, LoRA", theirs, theirs)
+        show("headrace, LoRA", headrace(folder / "lora", model, prompts, 0, *LORA), theirs)
+        show("headrace, LoRA, staleness 1", headrace(folder / "lora-off", model, prompts, 1, *LORA), theirs)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""One half of tests/bench/against_trl.py, in TRL's own environment: `trl_grpo.py MODEL PROMPTS STEPS` prints JSON.
+"""One half of tests/bench/against_trl.py, in TRL's own environment: `trl_grpo.py MODEL PROMPTS STEPS [RANK]` prints JSON.
 
-As fast as TRL goes on a CPU: the whole batch in one pass, no gradient checkpointing, no reference model.
+As fast as TRL goes on a CPU: the whole batch in one pass, no gradient checkpointing, no reference model. With RANK it
+trains peft's LoRA on all linear layers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from typing import Any
 
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -37,7 +39,7 @@ def bare_and_right(completions: list[str], label: list[str], **_: Any) -> list[f
     ]
 
 
-def main(model: str, prompts: str, steps: int) -> None:
+def main(model: str, prompts: str, steps: int, rank: int | None = None) -> None:
     with open(prompts) as lines, tempfile.TemporaryDirectory() as folder:
         stopwatch = Stopwatch()
         trainer = GRPOTrainer(
@@ -64,6 +66,7 @@ def main(model: str, prompts: str, steps: int) -> None:
             train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
             processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
             callbacks=[stopwatch],
+            peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None,
         )
         trainer.train()
         lengths = [
@@ -73,4 +76,4 @@ def main(model: str, prompts: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
