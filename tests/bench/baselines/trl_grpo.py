@@ -1,6 +1,6 @@
-"""One half of tests/bench/against_trl.py, in TRL's own environment: `trl_grpo.py MODEL PROMPTS STEPS [RANK]` prints JSON.
+"""One half of tests/bench/against_trl.py, in TRL's own environment: `trl_grpo.py MODEL PROMPTS STEPS [RANK]`.
 
-As fast as TRL goes on a CPU: the whole batch in one pass, no gradient checkpointing, no reference model. With RANK it
+It prints JSON. As fast as TRL goes on a CPU: the whole batch in one pass, no gradient checkpointing, no reference model. With RANK it
 trains peft's LoRA on all linear layers.
 """
 
