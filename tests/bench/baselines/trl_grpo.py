@@ -1,7 +1,7 @@
 """One half of tests/bench/against_trl.py, in TRL's own environment: `trl_grpo.py MODEL PROMPTS STEPS [RANK]`.
 
-It prints JSON. As fast as TRL goes on a CPU: the whole batch in one pass, no gradient checkpointing, no reference model. With RANK it
-trains peft's LoRA on all linear layers.
+It prints JSON. As fast as TRL goes on a CPU: the whole batch in one pass, no gradient checkpointing, no reference
+model. With RANK it trains peft's LoRA on all linear layers.
 """
 
 from __future__ import annotations

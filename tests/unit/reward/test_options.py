@@ -61,6 +61,7 @@ COMPOSED: Readers = COMMON | {
     "reward_clip": [lambda server: composition(server).clip],
 }
 HELD_BY_NO_PART = {
+    "trace_sample_ratio": "tests/unit/test_traces.py, in a run of all services",
     "run_name": "stands in the lines of the log",
     "eval_prompt_data": "has no scorers of its own, as eval_config has",
 }
