@@ -40,7 +40,7 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*\b")
 _OTHERS_FLAGS = {
     *("--nodes", "--gpus-per-node"),
     *("--model-path", "--tp-size", "--host", "--port"),
-    *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write", "--resolve"),
+    *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write", "--resolve", "--mbit"),
     *("--require-hashes", "--security-opt", "--rm"),
     *("--set-file", "--values", "--build-arg"),
     *("--signal", "--batch", "--head", "--dashboard-host"),
