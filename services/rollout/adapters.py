@@ -11,15 +11,13 @@ import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from pathlib import Path
 
-from headrace.errors import DeadlineExceeded, FailedPrecondition, HeadraceError
-from headrace.rpc.log import log
+from headrace.errors import DeadlineExceeded, FailedPrecondition
 from services.rollout.engine.arguments import MOST_ADAPTERS
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
-from services.rollout.publication.transports import below_root
-
-_UNLOAD_SECONDS = 60.0
+from services.rollout.publication.transports import below_root, unload_adapter
 
 
 class NamedAdapters:
@@ -86,16 +84,18 @@ class NamedAdapters:
                 await self._left.wait()
                 continue
             incarnations = self._held.pop(unused)
-            for engine in (each for each in self._ready() if each.incarnation in incarnations):
-                try:
-                    await engine.client.unload_adapter(unused, seconds=_UNLOAD_SECONDS)
-                except HeadraceError as error:
-                    log.info("adapter_not_unloaded", adapter=unused, engine=engine.engine_id, error=error.message)
+            await unload_adapter(unused, [each for each in self._ready() if each.incarnation in incarnations])
 
     def _name_of(self, folder: Path) -> str:
-        resolved = below_root(self._root, folder)
+        file = below_root(self._root, folder) / "adapter_model.safetensors"
         try:
-            content = (resolved / "adapter_model.safetensors").read_bytes()
+            status = file.stat()
+            return f"named-{_digest(file, status.st_ino, status.st_size, status.st_mtime_ns)[:24]}"
         except OSError as error:
             raise FailedPrecondition(f"{folder} has no adapter: {error}") from error
-        return f"named-{hashlib.sha256(content).hexdigest()[:24]}"
+
+
+@lru_cache(maxsize=256)
+def _digest(file: Path, inode: int, size: int, modified_ns: int) -> str:
+    """The SHA-256 of a file, read once for all requests until it is written anew, which its status tells."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -316,10 +316,7 @@ class AdapterInbound(DiskInbound):
             engines = [engine for engine in self._fleet.engines if name in engine.adapters]
             for engine in engines:
                 engine.adapters.discard(name)
-            calls = (engine.client.unload_adapter(name, seconds=_UNLOAD_SECONDS) for engine in engines)
-            for engine, error in zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-                if isinstance(error, HeadraceError):
-                    log.info("adapter_not_unloaded", adapter=name, engine=engine.engine_id, error=error.message)
+            await unload_adapter(name, engines)
         finally:
             del self._held[name], self._leaving[name]
 
@@ -329,6 +326,14 @@ class AdapterInbound(DiskInbound):
 
 
 _UNLOAD_SECONDS = 60.0
+
+
+async def unload_adapter(name: str, engines: Sequence[Engine]) -> None:
+    """An engine that refuses is logged: it is given no other adapter of this name."""
+    calls = (engine.client.unload_adapter(name, seconds=_UNLOAD_SECONDS) for engine in engines)
+    for engine, error in zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+        if isinstance(error, HeadraceError):
+            log.info("adapter_not_unloaded", adapter=name, engine=engine.engine_id, error=error.message)
 
 
 def _digests(folder: Path) -> dict[str, str]:

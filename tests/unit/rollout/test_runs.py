@@ -106,6 +106,18 @@ class Fleet:
     def engine(self) -> FakeEngine:
         return self.engines[-1]
 
+    async def second_at_work(self) -> tuple[Run, Run]:
+        """Both runs have published, and the second has leased a group."""
+        first, second = self.runs["first"], self.runs["second"]
+        await first.publish(1)
+        await second.join()
+        await second.publish(1)
+        await second.submit(0)
+        async with asyncio.timeout(60):
+            while not (await second.buffer.stats("train")).groups["LEASED"]:
+                await asyncio.sleep(0.01)
+        return first, second
+
     async def until_gone(self, run: Run) -> None:
         async with asyncio.timeout(60):
             while run.name in [each.name for each in (await self.runs["first"].rollout.get_fleet()).runs]:
@@ -228,14 +240,7 @@ async def test_nothing_is_left_of_a_run_whose_trainer_is_not_heard_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, token_seconds=0.02) as shared:
-        first, second = shared.runs["first"], shared.runs["second"]
-        await first.publish(1)
-        await second.join()
-        await second.publish(1)
-        await second.submit(0)
-        async with asyncio.timeout(60):
-            while not (await second.buffer.stats("train")).groups["LEASED"]:
-                await asyncio.sleep(0.01)
+        first, second = await shared.second_at_work()
         assert b'run="second"' in generate_latest(shared.registry)
         monkeypatch.setattr(runs, "LEASE_SECONDS", 0.0)
         await shared.until_gone(second)
@@ -255,14 +260,7 @@ async def test_a_run_whose_ledger_died_with_it_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, token_seconds=0.02) as shared:
-        first, second = shared.runs["first"], shared.runs["second"]
-        await first.publish(1)
-        await second.join()
-        await second.publish(1)
-        await second.submit(0)
-        async with asyncio.timeout(60):
-            while not (await second.buffer.stats("train")).groups["LEASED"]:
-                await asyncio.sleep(0.01)
+        _, second = await shared.second_at_work()
         await shared.ledgers["second"].stop()
         monkeypatch.setattr(runs, "LEASE_SECONDS", 0.0)
         await shared.until_gone(second)
