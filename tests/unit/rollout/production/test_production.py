@@ -24,7 +24,7 @@ from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.generator import Generator
+from services.rollout.production.generator import Generator, request_ender
 from services.rollout.production.groups import GroupSampler, UntrainedSamples
 from services.rollout.production.hooks import GroupFilter
 from services.rollout.production.partial import PartialRollout
@@ -105,6 +105,7 @@ async def production(
             metrics,
             max_groups_in_flight=max_groups_in_flight,
             interrupt=fakes.fleet.interrupt,
+            end_requests=request_ender(lambda: fakes.fleet.engines),
         )
         producer.start()
         try:
