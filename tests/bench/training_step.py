@@ -217,9 +217,9 @@ def shared_prompts(model: Path, layout: Layout) -> None:
 PACKINGS = ("padded", "packed", "shared_prompts")
 
 
-def real_model(model: Path) -> None:
+def real_model(model: Path, num_pairs: int) -> None:
     """Packed rows and shared prompts in turn, 8 prompts of 400 tokens with 8 responses of 64 to 128 tokens each."""
-    pairs = [(_of_own_process(model, "packed"), _of_own_process(model, "shared_prompts")) for _ in range(PAIRS)]
+    pairs = [(_of_own_process(model, "packed"), _of_own_process(model, "shared_prompts")) for _ in range(num_pairs)]
     print(f"{model.name}: a step of {PROMPTS} prompts of {PROMPT_TOKENS} tokens, {GROUP} responses of each")
     for packing, measurements in zip(("packed", "shared_prompts"), zip(*pairs, strict=True), strict=True):
         said = "   ".join(f"{name} {_range(of[name] for of in measurements)}" for name in measurements[0])
@@ -260,20 +260,21 @@ def one_step(model: Path, packing: Packing) -> None:
     print(json.dumps({"tokens": tokens, **seconds, "MiB at most": int(peak.split()[1]) / 1024}))
 
 
-PROMPTS, GROUP, PROMPT_TOKENS, PAIRS = 8, 8, 400, 2
+PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 400
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--packing", choices=PACKINGS, help="measure one step in this process")
+    parser.add_argument("--pairs", type=int, default=1, help="steps in turn, of some eight minutes a pair")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.packing:
         one_step(args.model, args.packing)
         return
     if args.model:
-        real_model(args.model)
+        real_model(args.model, args.pairs)
         return
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
