@@ -15,7 +15,7 @@ import itertools
 import math
 import tempfile
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -190,12 +190,15 @@ class Step:
     generated: int
     samples: Sequence[sample_pb2.SampleEnvelope]
 
-    def tokens(self) -> Iterator[tuple[int, int]]:
-        """(number, policy version) of all that are trained."""
-        for sample in self.samples:
-            for tokens in sample.policy_ranges:
-                if not tokens.masked:
-                    yield tokens.end - tokens.start, tokens.policy_version
+    @property
+    def num_tokens(self) -> int:
+        """Of the responses."""
+        return sum(sample.response_tokens for sample in self.samples)
+
+    def trained(self, policy_versions: Container[int]) -> int:
+        """The tokens of these versions that are trained."""
+        ranges = [tokens for sample in self.samples for tokens in sample.policy_ranges if not tokens.masked]
+        return sum(tokens.end - tokens.start for tokens in ranges if tokens.policy_version in policy_versions)
 
 
 @dataclass(frozen=True)
@@ -205,28 +208,30 @@ class Figures:
     seconds: float
     """Of a step."""
     length: float
-    """The mean of the samples in the batches, masked tokens included."""
-    untrained: float
-    """The share of the engine's tokens."""
-    continued: float
-    """The share of samples that have tokens of several versions."""
+    """The mean of the samples in the batches."""
+    trained: float
+    """Tokens of a step."""
+    masked: float
+    """The share of the batches' tokens that is not trained."""
+    lost: float
+    """The share of the engine's tokens that is in no batch."""
     stale: float
-    """The share of the trained tokens."""
+    """The share of the trained tokens that older policies made."""
 
     @classmethod
     def of(cls, steps: Sequence[Step], warm: int = WARM_STEPS) -> Figures:
         """`warm`: the steps that do not count."""
         before, measured = steps[warm - 1], steps[warm:]
-        trained = [(step, count, version) for step, each in enumerate(steps) for count, version in each.tokens()]
-        trained = [each for each in trained if each[0] >= warm]
-        num_trained = sum(count for _, count, _ in trained)
-        samples = [sample for step in measured for sample in step.samples]
+        in_batches = sum(step.num_tokens for step in measured)
+        stale = sum(step.trained(range(number)) for number, step in enumerate(measured, warm))
+        trained = sum(step.trained(range(number + 1)) for number, step in enumerate(measured, warm))
         return cls(
             seconds=(measured[-1].done_at - before.done_at) / len(measured),
-            length=float(np.mean([sample.response_tokens for sample in samples])),
-            untrained=1 - num_trained / (measured[-1].generated - before.generated),
-            continued=float(np.mean([len(sample.policy_ranges) > 1 for sample in samples])),
-            stale=sum(count for step, count, version in trained if version < step) / num_trained,
+            length=in_batches / sum(len(step.samples) for step in measured),
+            trained=trained / len(measured),
+            masked=1 - trained / in_batches,
+            lost=1 - in_batches / (measured[-1].generated - before.generated),
+            stale=stale / trained,
         )
 
 
@@ -409,9 +414,10 @@ async def _rows(
         print(f"sigma {sigma:g}: mean length {mean:.0f}, generation with all slots and training {alone:.2f} s")
         for name in settings:
             of = await figures(Lengths(sigma), SETTINGS[name])
+            rate = of.trained / of.seconds / (GROUPS * SAMPLES * mean / alone)
             print(
-                f"  {name:28} {of.seconds:5.2f} s  {of.seconds / alone:5.2f}×  mean length {of.length / mean:5.2f}×  "
-                f"untrained {of.untrained:4.0%}  continued {of.continued:4.0%}  stale {of.stale:4.0%}",
+                f"  {name:28} {of.seconds / alone:5.2f}×  trained tokens/s {rate:5.2f}×  mean length "
+                f"{of.length / mean:5.2f}×  lost {of.lost:4.0%}  masked {of.masked:4.0%}  stale {of.stale:4.0%}",
                 flush=True,
             )
 

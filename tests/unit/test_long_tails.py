@@ -5,7 +5,21 @@ from __future__ import annotations
 import pytest
 
 from headrace.api.sample.v1 import sample_pb2
-from tests.bench.long_tails import SIGMAS, SLOTS, Figures, Lengths, Step, seconds_per_token
+from tests.bench.long_tails import (
+    GROUPS,
+    MEAN_TOKENS,
+    SAMPLES,
+    SETTINGS,
+    SIGMAS,
+    SLOTS,
+    WARM_STEPS,
+    Figures,
+    Lengths,
+    Step,
+    measuring,
+    seconds_per_token,
+)
+from tests.support import virtual_time
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
@@ -27,9 +41,22 @@ def test_figures_are_those_of_the_steps_after_the_first_ones() -> None:
         Step(15.0, 300, [sample((1, 20, False)), sample((2, 20, False))]),
     ]
     figures = Figures.of(steps, warm=1)
-    assert (figures.seconds, figures.length) == (2.5, 80 / 3)
-    assert (figures.untrained, figures.stale) == (1 - 50 / 200, 20 / 50)
-    assert figures.continued == pytest.approx(1 / 3)
+    assert (figures.seconds, figures.length, figures.trained) == (2.5, 80 / 3, 25)
+    assert (figures.masked, figures.lost, figures.stale) == (1 - 50 / 80, 1 - 80 / 200, 20 / 50)
+
+
+def test_on_policy_a_step_of_real_services_takes_as_long_as_its_longest_response_and_training() -> None:
+    async def on_policy() -> Figures:
+        async with measuring(1.0, 1) as figures:
+            return await figures(Lengths(1.0), SETTINGS["on-policy"])
+
+    seconds, done = 1.0, 0
+    groups = range(WARM_STEPS * GROUPS, (WARM_STEPS + 1) * GROUPS)
+    lengths = sorted(Lengths(1.0).of(group, index, 0) for group in groups for index in range(SAMPLES))
+    for in_use, length in zip(range(SLOTS, 0, -1), lengths, strict=True):
+        seconds += (length - done) * seconds_per_token(1 / MEAN_TOKENS, in_use)
+        done = length
+    assert virtual_time.run(on_policy()).seconds == pytest.approx(seconds, rel=0.05)
 
 
 def sample(*ranges: tuple[int, int, bool]) -> sample_pb2.SampleEnvelope:
