@@ -35,6 +35,7 @@ from services.buffer.store.sqlite import SqliteStore
 from services.rollout.build import rollout_service
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan
+from services.trainer.gpu_sharing import OwnDevices
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
 from services.trainer.state import NONE_STALE, EngineIds, StaleEngines, TrainState
@@ -64,6 +65,7 @@ TOKEN = 200
 OVER_SAMPLING = {"rollout": {"over_sampling_batch_size": GROUPS * 3 // 2}}
 PARTIAL = {"rollout": {"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True}}
 ONE_STEP_OFF = {"buffer": {"max_staleness": 1}}
+THREE_STEPS_OFF = {"buffer": {"max_staleness": 3}}
 SETTINGS: Mapping[str, Changes] = {
     "on-policy": [],
     "over-sampling": [OVER_SAMPLING],
@@ -72,6 +74,8 @@ SETTINGS: Mapping[str, Changes] = {
     "one step off, partial": [ONE_STEP_OFF, PARTIAL],
     "one step off, over-sampling": [ONE_STEP_OFF, OVER_SAMPLING],
     "one step off, both": [ONE_STEP_OFF, OVER_SAMPLING, PARTIAL],
+    "three steps off": [THREE_STEPS_OFF],
+    "three steps off, partial": [THREE_STEPS_OFF, PARTIAL],
 }
 SIGMAS = (0.5, 1.0, 1.5)
 
@@ -237,7 +241,7 @@ class Figures:
 
 @dataclass
 class Run:
-    """The loop's ledger, ranks, engines, devices, console and schedule: trains by sleeping, publishes every step."""
+    """The loop's ledger, ranks, engines, console and schedule: trains by sleeping, publishes every step."""
 
     buffer: BufferClient
     receiver: Receiver
@@ -245,23 +249,15 @@ class Run:
     pause_mode: str
     train_seconds: float
     num_steps: int
-    is_shared = False
     stopping = False
+    devices = OwnDevices()
     steps: list[Step] = field(default_factory=list)
     samples: Sequence[sample_pb2.SampleEnvelope] = ()
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
-    def devices(self) -> Run:
-        return self
-
-    @property
     def engines(self) -> Run:
         return self
-
-    async def take(self) -> None: ...
-
-    async def give(self) -> None: ...
 
     async def rewind(self, step: int) -> int:
         return (await self.buffer.rewind(STREAM, step)).epoch
@@ -424,7 +420,7 @@ async def _rows(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=1.0, help="of generation and of training")
     parser.add_argument("--sigma", type=float, nargs="+", default=SIGMAS)
     parser.add_argument("--setting", nargs="+", choices=tuple(SETTINGS), default=tuple(SETTINGS))

@@ -382,7 +382,9 @@ async def test_whatever_a_groups_work_raises_ends_in_a_put_or_a_release(
         async def make(*_: object) -> object:
             raise error
 
-        made.producer._sampler = SimpleNamespace(sample=make, returns_partials=False)  # type: ignore[assignment]
+        made.producer._sampler = SimpleNamespace(  # type: ignore[assignment]
+            sample=make, returns_partials=False, oldest_version=lambda leased: leased.policy_version
+        )
         ledger.queued.append(lease(1))
         await made.fakes.until(lambda: bool(ledger.released) if released else len(ledger.puts) == 2)
         assert made.producer._groups == {}
