@@ -90,6 +90,7 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors
 	@$(BIN)/python -m tests.bench.weights.adapters $(MODEL)
 	@$(BIN)/python -m tests.bench.weights.delta $(MODEL)
 	@$(BIN)/python -m tests.bench.training_step
+	@$(BIN)/python -m tests.bench.training_step $(MODEL)
 	@$(BIN)/python -m tests.bench.rewards
 	@$(BIN)/python -m tests.bench.agents $(MODEL)
 	@$(BIN)/python -m tests.bench.first_step $(MODEL)
