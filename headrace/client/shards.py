@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.buffer import Buffer, BufferClient, SharedWaits
+from headrace.client.buffer import BatchClient, BufferClient, SharedWaits
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from headrace.limits import MAX_COUNTER, share_of_count, share_of_least, share_of_limit, whole_number
 from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS
@@ -302,7 +302,7 @@ class ShardLeases:
 _MAX_REWINDS = 8
 
 
-class ShardedBuffer(Buffer):
+class ShardedBuffer(BatchClient):
     """`BufferClient`'s methods over all shards, in the order of their addresses, which must never change."""
 
     def __init__(self, addresses: Sequence[str], *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:

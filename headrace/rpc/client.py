@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -27,21 +27,31 @@ DEFAULT_DEADLINE_SECONDS = 300.0
 """As long as services wait for one another while one of them is restarted."""
 
 
-async def call(method: Callable[..., Any], request: Any, *, deadline_seconds: float, peer: str = "the server") -> Any:
+Reply = TypeVar("Reply")
+
+
+async def call(
+    method: Callable[..., Awaitable[Reply]], request: Any, *, deadline_seconds: float, peer: str = "the server"
+) -> Reply:
     """One unary call. Made again until the deadline while the server is away or its disk full; raises its error.
 
     `peer`: who is asked, for the message where nobody answers: "the buffer at host:port".
     """
 
-    async def attempt(left: float) -> Any:
+    async def attempt(left: float) -> Reply:
         return await call_once(method, request, deadline_seconds=left, peer=peer)
 
     return await retry_until(time.monotonic() + deadline_seconds, attempt)
 
 
 async def call_once(
-    method: Callable[..., Any], request: Any, *, deadline_seconds: float, peer: str = "the server", waits: bool = True
-) -> Any:
+    method: Callable[..., Awaitable[Reply]],
+    request: Any,
+    *,
+    deadline_seconds: float,
+    peer: str = "the server",
+    waits: bool = True,
+) -> Reply:
     """One unary call. It `waits` for a server that cannot be reached, and raises what the server answers."""
     try:
         return await method(request, timeout=deadline_seconds, wait_for_ready=waits)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from headrace.client.buffer import Buffer
+from headrace.client.open import Buffer
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
 from headrace.job.eval_sets import eval_sets, own_functions

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.buffer import Buffer
+from headrace.client.open import Buffer
 from headrace.errors import FailedPrecondition, HeadraceError
 from headrace.rpc.http_server import EndpointServer
 from headrace.rpc.log import log

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.buffer import Buffer
+from headrace.client.open import Buffer
 from headrace.errors import (
     Aborted,
     DeadlineExceeded,
