@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
-from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing, call, connect, resumed, stream
+from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing, Reply, call, connect, resumed, stream
 
 # A save or an export waits for the end of the current step and then writes all the weights.
 _LONG_DEADLINE_SECONDS = 3600.0
