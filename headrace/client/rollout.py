@@ -467,7 +467,8 @@ class RolloutClients(EvaluationClient):
         ready = [
             (-reply.policy_version, reply.samples_in_flight, number)
             for number, reply in enumerate(asked)
-            if isinstance(reply, pb.GetFleetResponse) and any(_is_ready(engine) for engine in reply.engines)
+            if isinstance(reply, pb.GetFleetResponse)
+            and any(engine.state == pb.ENGINE_STATE_READY for engine in reply.engines)
         ]
         return [self.services[number] for _, _, number in sorted(ready)]
 
@@ -497,10 +498,6 @@ class RolloutClients(EvaluationClient):
 
 Rollout = RolloutClient | RolloutClients
 """Both have the same methods; `services` are the clients of each service, in the order of their addresses."""
-
-
-def _is_ready(engine: pb.Engine) -> bool:
-    return engine.state == pb.ENGINE_STATE_READY
 
 
 def _merged(fleets: dict[int, pb.GetFleetResponse], silent: Sequence[int]) -> pb.GetFleetResponse:

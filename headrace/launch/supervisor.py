@@ -177,7 +177,7 @@ class Supervisor:
                 )
             if time.monotonic() - said > self._policy.progress_seconds:
                 said = time.monotonic()
-                self._tell(_starting(process, said - started))
+                self._tell(f"{process.spec.name} is starting, {said - started:.0f} s so far{process.doing}")
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
         return False
 
@@ -245,10 +245,6 @@ def _listening(spec: ServiceSpec) -> Iterator[socket.socket | None]:
         ) from error
     with held:
         yield held
-
-
-def _starting(process: ServiceProcess, seconds: float) -> str:
-    return f"{process.spec.name} is starting, {seconds:.0f} s so far{process.doing}"
 
 
 def _require_free(spec: ServiceSpec) -> None:

@@ -170,7 +170,7 @@ def connect(address: str) -> grpc.aio.Channel:
         ("grpc.use_local_subchannel_pool", 1),
     ]
     folder, token = tls_of(), token_of()
-    shows_token = folder is not None or _is_of_this_machine(address)
+    shows_token = folder is not None or all(Address.parse(place).is_loopback for place in address.split("|"))
     added = interceptors(lambda: [(_AUTHORIZATION, f"Bearer {token()}")]) if token and shows_token else []
     if tracing.is_on():
         added = [*added, *interceptors(tracing.metadata)]
@@ -178,10 +178,6 @@ def connect(address: str) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(target, options=options, interceptors=added or None)
     options += [("grpc.ssl_target_name_override", SERVICE_NAME), ("grpc.default_authority", SERVICE_NAME)]
     return grpc.aio.secure_channel(target, channel_credentials(folder), options=options, interceptors=added or None)
-
-
-def _is_of_this_machine(address: str) -> bool:
-    return all(Address.parse(place).is_loopback for place in address.split("|"))
 
 
 def _target(address: str) -> str:

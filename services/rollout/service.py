@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.open import Buffer
@@ -178,9 +178,8 @@ class RolloutService:
         Raises Unavailable when one of them does not start, ConfigError when there is no tokenizer. The tokenizer and
         the user's functions are loaded while the engines start, which takes longer.
         """
-        starts = [
-            asyncio.create_task(each) for each in (self._start_engines(), self._load_tokenizers(), *self._hooks())
-        ]
+        hooks = [hook.start() for hook in (*self._custom, self._filter) if hook]
+        starts = [asyncio.create_task(each) for each in (self._start_engines(), self._load_tokenizers(), *hooks)]
         try:
             await asyncio.gather(*starts)
             if self._endpoint:
@@ -211,9 +210,6 @@ class RolloutService:
     async def _load_tokenizers(self) -> None:
         for encoder in self._encoders:
             await encoder.off_loop(encoder.load)
-
-    def _hooks(self) -> list[Coroutine[Any, Any, None]]:
-        return [hook.start() for hook in (*self._custom, self._filter) if hook]
 
     async def lost(self) -> None:
         """Raises Unavailable once the router cannot be replaced, or no engine is left, which ends this service."""

@@ -308,7 +308,8 @@ class Producer:
 
     async def _put(self, lease: buffer_pb2.GroupLease, put: buffer_pb2.GroupPut) -> buffer_pb2.LeaseRelease | None:
         """Returns None once the ledger has the put. One that it refuses for good is put as FAILED, or else released."""
-        newest = _newest_version(put)
+        ranges = (r for sample in put.samples for r in sample.envelope.policy_ranges)
+        newest = max((r.policy_version for r in ranges), default=0)
         if newest > self._served_version():
             return _release(lease.lease_id, f"version {newest} is not served any more: its trainer started again")
         try:
@@ -339,10 +340,6 @@ class Producer:
             return isinstance(error, RetryableError | DeadlineExceeded)
 
         return await retry_until(math.inf, lambda _: self._ledger.put(put), may_help)
-
-
-def _newest_version(put: buffer_pb2.GroupPut) -> int:
-    return max((r.policy_version for sample in put.samples for r in sample.envelope.policy_ranges), default=0)
 
 
 def _release(lease_id: str, why: str) -> buffer_pb2.LeaseRelease:
