@@ -59,7 +59,7 @@ from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, Sampler, job_params
 from services.rollout.production.supervised import SupervisedParts, supervised_parts
 from services.rollout.publication.receiver import Receiver
-from services.rollout.rollout_function import LeasedGroups, ObservedLedger, StepSampler
+from services.rollout.rollout_function import LeasedGroups, StepSampler
 from services.rollout.runs import Runs
 from services.rollout.scoring import SampleScorer
 from services.rollout.service import RolloutParts, RolloutService, Startable
@@ -127,14 +127,6 @@ _ANSWER_SECONDS = 1.0
 """A call for fewer groups than a step's begins when the ledger has had none for so long."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepFunction:
-    """The sampler of a producer, and the ledger that it leases from."""
-
-    sampler: StepSampler
-    ledger: ObservedLedger
-
-
 def step_function(
     job: Job,
     args: HookArgs,
@@ -142,7 +134,7 @@ def step_function(
     buffer: Buffer,
     metrics: RolloutMetrics,
     warn: Callable[[str], None],
-) -> StepFunction | None:
+) -> StepSampler | None:
     """Returns None for a job without a rollout function."""
     path = job.rollout.rollout_function_path
     if path is None:
@@ -153,12 +145,11 @@ def step_function(
         stats = await buffer.stats(STREAM)
         return stats.step + stats.groups["READY"] // groups_per_step
 
-    groups = LeasedGroups(groups_at_once(job.rollout))
-    sampler = StepSampler(
+    return StepSampler(
         path,
         args,
         engines.weights,
-        groups,
+        LeasedGroups(groups_at_once(job.rollout)),
         job_params(job.rollout),
         next_step,
         groups_per_step=groups_per_step,
@@ -167,8 +158,6 @@ def step_function(
         warn=warn,
         ended=metrics.background_work_ended,
     )
-    ledger = BufferLedger(buffer, STREAM, wait_seconds=_ANSWER_SECONDS)
-    return StepFunction(sampler, ObservedLedger(ledger, groups))
 
 
 def eval_function(job: Job, args: HookArgs, weights: ServedWeights) -> EvalFunction | None:
@@ -348,7 +337,7 @@ class _Build:
         return WithPreScoreHooks(sampler, self.sample_hooks) if self.sample_hooks else sampler
 
     @cached_property
-    def steps(self) -> StepFunction | None:
+    def steps(self) -> StepSampler | None:
         """The user's function that samples whole steps."""
         return step_function(self.job, self._custom_args, self.engines, self.buffer, self.metrics, self.warn)
 
@@ -392,7 +381,7 @@ class _Build:
         return RolloutParts(
             encoder=self.encoder,
             generator=self.engines.generator,
-            sampler=self.steps.sampler if self.steps else self.sampler,
+            sampler=self.steps or self.sampler,
             scorer=self.scorer,
             evaluator=self.evaluator(),
             fleet=fleet,
@@ -430,7 +419,7 @@ class _Build:
         some: Sequence[Startable | None] = (
             self.custom,
             self.agents,
-            self.steps.sampler if self.steps else None,
+            self.steps,
             self.by_function,
             self.all_samples,
             self.sample_hooks,
@@ -441,9 +430,13 @@ class _Build:
 
     @cached_property
     def producer(self) -> Producer:
-        steps = self.steps
+        ledger = BufferLedger(self.buffer, STREAM)
+        if self.steps:
+            ledger = BufferLedger(
+                self.buffer, STREAM, wait_seconds=_ANSWER_SECONDS, answered=self.steps.groups.answered
+            )
         return Producer(
-            steps.ledger if steps else BufferLedger(self.buffer, STREAM),
+            ledger,
             self.groups(),
             (lambda: self.engines.weights.policy_version) if self.job.asks_engines else (lambda: MAX_COUNTER),
             self.metrics,
@@ -453,10 +446,9 @@ class _Build:
 
     def groups(self) -> GroupSampler:
         job, supervised = self.job, self.supervised
-        sampler = self.steps.sampler if self.steps else self.sampler
         return GroupSampler(
             supervised.encoder if supervised else self.encoder,
-            supervised.sampler if supervised else sampler,
+            supervised.sampler if supervised else self.steps or self.sampler,
             None if supervised else self.scorer,
             self.params,
             rollout_seed=job.data.rollout_seed,

@@ -58,7 +58,16 @@ class ProducerLedger(Protocol):
 class BufferLedger:
     """One stream of a buffer service."""
 
-    def __init__(self, buffer: Buffer, stream: str, *, wait_seconds: float = _WAIT_SECONDS) -> None:
+    def __init__(
+        self,
+        buffer: Buffer,
+        stream: str,
+        *,
+        wait_seconds: float = _WAIT_SECONDS,
+        answered: Callable[[buffer_pb2.LeaseGroupsResponse], None] = lambda _: None,
+    ) -> None:
+        """`answered` is told of every answer to a request for leases."""
+        self._answered = answered
         self._buffer = buffer
         self._stream = stream
         self._producer_id = f"rollout-{uuid.uuid4().hex[:8]}"
@@ -75,6 +84,7 @@ class BufferLedger:
             oldest_version=self._oldest_version,
         )
         self._oldest_version = answer.oldest_version
+        self._answered(answer)
         return answer
 
     async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
