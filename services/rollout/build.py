@@ -60,9 +60,8 @@ from services.rollout.production.sampling import EngineSampler, Sampler, job_par
 from services.rollout.production.supervised import SupervisedParts, supervised_parts
 from services.rollout.publication.receiver import Receiver
 from services.rollout.rollout_function import LeasedGroups, StepSampler
-from services.rollout.runs import Runs
 from services.rollout.scoring import SampleScorer
-from services.rollout.service import RolloutParts, RolloutService, Startable
+from services.rollout.service import RolloutParts, RolloutService, Runs, Startable
 
 _SHARES_OF_AN_ENGINE = 4
 """The least number of parts of a step at an engine, where there are enough samples: one more or less matters less."""
@@ -409,7 +408,7 @@ class _Build:
             return self.host.scaler
         return Scaler(self.fleet, capacity(self.job, has_accelerator=self.has_accelerator), self.metrics)
 
-    def runs(self) -> Runs[RolloutParts]:
+    def runs(self) -> Runs:
         """The other runs, whose parts are built as this one's is."""
         slots = samples_at_once(self.job.rollout)
         return Runs(self.job, self.joined, self.turns, slots, self.metrics.background_work_ended)
