@@ -140,7 +140,8 @@ class Supervisor:
             _require_free(spec)
         spec.take_restart_request()  # of a process that is no more
         self._started_at[spec.name].append(time.monotonic())
-        process = await ServiceProcess.start(spec, held)
+        process = ServiceProcess(spec, held)
+        await process.start()
         self._running[spec.name] = process
         self._changed({name: each.pid for name, each in self._running.items()})
         healthy = await self._healthy(process)
