@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -483,7 +483,7 @@ class BufferClient(BatchClient):
 
     async def watch(
         self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
-    ) -> AsyncIterator[pb.LedgerEvent]:
+    ) -> AsyncGenerator[pb.LedgerEvent]:
         """The stream's history from a position on, then live, to the deadline, also over restarts of the buffer."""
         request = pb.WatchRequest(stream=stream, from_position=from_position)
         ask = partial(rpc.stream, self._stub.Watch, request, peer=self._peer)

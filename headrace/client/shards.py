@@ -12,8 +12,8 @@ import asyncio
 import hashlib
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, aclosing
 from itertools import count
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BatchClient, BufferClient, SharedWaits
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from headrace.limits import MAX_COUNTER, share_of_count, share_of_least, share_of_limit, whole_number
-from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS
+from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, merged_streams
 
 _Answer = TypeVar("_Answer")
 
@@ -300,6 +300,7 @@ class ShardLeases:
 
 
 _MAX_REWINDS = 8
+_EVENTS_AHEAD = 1_000
 
 
 class ShardedBuffer(BatchClient):
@@ -475,32 +476,16 @@ class ShardedBuffer(BatchClient):
 
     async def watch(
         self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
-    ) -> AsyncIterator[pb.LedgerEvent]:
+    ) -> AsyncGenerator[pb.LedgerEvent]:
         """Merges all shards' histories in the order of arrival. `position` is the shard's own."""
         if from_position > 1:
             raise InvalidArgument(
                 f"position {from_position} belongs to one shard: watch that one of `shards` from there, or all from 0"
             )
-        events: asyncio.Queue[pb.LedgerEvent] = asyncio.Queue(maxsize=1_000)
-
-        async def read(shard: BufferClient) -> None:
-            async for event in shard.watch(stream, from_position, deadline_seconds=deadline_seconds):
-                await events.put(event)
-
-        readers = [asyncio.create_task(read(shard)) for shard in self.shards]
-        try:
-            while True:
-                event = asyncio.create_task(events.get())
-                await asyncio.wait({event, *readers}, return_when=asyncio.FIRST_COMPLETED)
-                if not event.done():
-                    event.cancel()
-                    next(reader for reader in readers if reader.done()).result()
-                    return
-                yield event.result()
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+        parts = [shard.watch(stream, from_position, deadline_seconds=deadline_seconds) for shard in self.shards]
+        async with aclosing(merged_streams(parts, _EVENTS_AHEAD)) as events:
+            async for event in events:
+                yield event
 
     async def list_groups(
         self,

@@ -8,6 +8,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -237,6 +238,43 @@ async def resumed(
                     await channel.channel_ready()
             except TimeoutError:
                 raise error from None
+
+
+M = TypeVar("M")
+
+
+async def merged_streams(streams: Sequence[AsyncGenerator[M]], most_waiting: int) -> AsyncGenerator[M]:
+    """Every message of every stream, once; raises the first error of one. Close it: the streams' work ends with it.
+
+    At most `most_waiting` messages are read ahead of a slow reader.
+    """
+    found = asyncio.Queue[tuple[M] | Exception | None](most_waiting)
+
+    async def read(stream: AsyncGenerator[M]) -> None:
+        try:
+            async with aclosing(stream):
+                async for message in stream:
+                    await found.put((message,))
+        except Exception as error:  # noqa: BLE001  # it is raised to the reader
+            await found.put(error)
+        else:
+            await found.put(None)
+
+    reading = [asyncio.create_task(read(stream)) for stream in streams]
+    num_left = len(reading)
+    try:
+        while num_left:
+            match await found.get():
+                case None:
+                    num_left -= 1
+                case Exception() as error:
+                    raise error
+                case (message,):
+                    yield message
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
 
 
 class Closing(ABC):
