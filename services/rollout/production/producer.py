@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
@@ -39,24 +38,8 @@ STREAM = "train"
 _WAIT_SECONDS = 5.0
 
 
-class ProducerLedger(Protocol):
-    """The buffer as producers use it."""
-
-    async def lease(self, max_groups: int) -> buffer_pb2.LeaseGroupsResponse:
-        """Waits some seconds for the first group; may return none."""
-
-    async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
-        """Returns the ids of leases that have ended."""
-
-    async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
-        """Ends a lease with a result."""
-
-    async def release(self, releases: Sequence[buffer_pb2.LeaseRelease]) -> None:
-        """Returns leases unfinished; their groups are queued again."""
-
-
 class BufferLedger:
-    """One stream of a buffer service."""
+    """One stream of a buffer service, as producers use it."""
 
     def __init__(
         self,
@@ -123,7 +106,7 @@ class Producer:
 
     def __init__(
         self,
-        ledger: ProducerLedger,
+        ledger: BufferLedger,
         sampler: GroupSampler,
         served_version: Callable[[], int],
         metrics: RolloutMetrics,
