@@ -96,7 +96,7 @@ class _Stream:
         await ask(self.stub.CommitStep, pb.CommitStepRequest(stream=self.name, epoch=epoch, step=step))
 
     async def stats(self) -> pb.StreamStats:
-        reply = await ask(self.stub.GetStats, pb.GetStatsRequest(stream=self.name))
+        reply: pb.GetStatsResponse = await ask(self.stub.GetStats, pb.GetStatsRequest(stream=self.name))
         return reply.streams[0]
 
     async def answered(self, number: int) -> list[pb.GroupPut]:
