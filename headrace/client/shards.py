@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, aclosing
 from itertools import count
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from headrace.limits import MAX_COUNTER, share_of_count, share_of_least, share_o
 from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, merged_streams
 
 _Answer = TypeVar("_Answer")
+_Item = TypeVar("_Item")
 
 
 def shard_of_group(group_id: str, num_shards: int) -> int:
@@ -363,7 +364,7 @@ class ShardedBuffer(BatchClient):
         """Leases of a shard that is down are in neither list: they get their full time when it is back."""
         parts = self._parts(lease_ids, group_of_lease)
         found = await asyncio.gather(
-            *(self._leases.clients[k].renew_leases([lease_ids[i] for i in part]) for k, part in parts.items()),
+            *(self._leases.clients[k].renew_leases(part) for k, part in parts.items()),
             return_exceptions=True,
         )
         merged = pb.RenewLeasesResponse()
@@ -374,7 +375,7 @@ class ShardedBuffer(BatchClient):
 
     async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None:
         parts = self._parts(releases, lambda release: group_of_lease(release.lease_id))
-        await asyncio.gather(*(self.shards[k].release_leases([releases[i] for i in part]) for k, part in parts.items()))
+        await asyncio.gather(*(self.shards[k].release_leases(part) for k, part in parts.items()))
 
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
         """Each shard's part is stored whole or not at all; a repeated put is a duplicate where it was stored."""
@@ -389,12 +390,9 @@ class ShardedBuffer(BatchClient):
     ) -> pb.RetryGroupsResponse:
         """Each shard's part is queued again whole or not at all; without ids every shard retries."""
         request, parts = request_id or uuid.uuid4().hex, self._parts(group_ids, lambda group_id: group_id)
-        asked = parts if group_ids else dict.fromkeys(range(len(self.shards)), ())
+        asked = parts if group_ids else {k: [] for k in range(len(self.shards))}
         replies = await asyncio.gather(
-            *(
-                self.shards[k].retry_groups(stream, [group_ids[i] for i in part], request_id=request)
-                for k, part in asked.items()
-            )
+            *(self.shards[k].retry_groups(stream, part, request_id=request) for k, part in asked.items())
         )
         return pb.RetryGroupsResponse(**_joined(sum, replies, "num_groups", "num_failed"))
 
@@ -404,10 +402,7 @@ class ShardedBuffer(BatchClient):
         """Each shard's part is dropped whole or not at all."""
         request, parts = request_id or uuid.uuid4().hex, self._parts(group_ids, lambda group_id: group_id)
         replies = await asyncio.gather(
-            *(
-                self.shards[k].drop_groups(stream, [group_ids[i] for i in part], reason, request_id=request)
-                for k, part in parts.items()
-            )
+            *(self.shards[k].drop_groups(stream, part, reason, request_id=request) for k, part in parts.items())
         )
         return pb.DropGroupsResponse(**_joined(sum, replies, "num_groups", "num_batches"))
 
@@ -499,10 +494,7 @@ class ShardedBuffer(BatchClient):
         """Pages through one shard after the other; newest change first within a shard."""
         if group_ids:
             parts = self._parts(group_ids, lambda group_id: group_id)
-            replies = [
-                await self.shards[k].list_groups(stream, states, group_ids=[group_ids[i] for i in part])
-                for k, part in parts.items()
-            ]
+            replies = [await self.shards[k].list_groups(stream, states, group_ids=part) for k, part in parts.items()]
             return pb.ListGroupsResponse(groups=[group for reply in replies for group in reply.groups])
         k, _, token = page_token.partition(":")
         at = int(k or 0)
@@ -529,9 +521,10 @@ class ShardedBuffer(BatchClient):
     def _shard_of(self, group_id: str) -> int:
         return shard_of_group(group_id, len(self.shards))
 
-    def _parts(self, items: Sequence[Any], group_of: Callable[[Any], str]) -> Mapping[int, list[int]]:
-        """Maps a shard to the indices of its items."""
-        return grouped(self._shard_of(group_of(item)) for item in items)
+    def _parts(self, items: Sequence[_Item], group_of: Callable[[_Item], str]) -> dict[int, list[_Item]]:
+        """Each shard's items."""
+        shards = [self._shard_of(group_of(item)) for item in items]
+        return {k: [items[i] for i in part] for k, part in grouped(shards).items()}
 
     async def _routed(
         self,
