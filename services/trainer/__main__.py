@@ -42,7 +42,6 @@ from services.trainer.tinker.serve import TinkerServer, follow_tinker
 async def run_rank0(
     build: TrainerBuild, listen: Listen, buffer: TrainerBuffer, fetch: Fetch, compute: ThreadPoolExecutor
 ) -> None:
-    """Returns when the run is finished or left; raises what ended it otherwise."""
     rollout = build.rollout()
     schedule, report = build.schedule(), build.report()
     console = build.console(report, rollout, schedule)
@@ -147,7 +146,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def run_rank(build: TrainerBuild, listen: Listen) -> None:
-    """Builds this rank's share; rank 0 runs the loop, the others follow it."""
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
     buffer = build.buffer()

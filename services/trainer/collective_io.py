@@ -71,7 +71,6 @@ class CollectiveIO:
             raise _decoded(first) from self._failure
 
     def do(self, work: Callable[[], T]) -> T:
-        """Attempts the work and agrees on it."""
         found: list[T] = []
         self.attempt(lambda: found.append(work()))
         self.agree()

@@ -31,7 +31,6 @@ class StreamLedger:
         self._scorers = Scorers()
 
     async def rewind(self, step: int) -> int:
-        """Brings back what was consumed from `step` on; opens the epoch that is returned."""
         return (await self._buffer.rewind(self._stream, step)).epoch
 
     async def lease_batch(self, epoch: int, step: int) -> Batch | None:
@@ -56,18 +55,14 @@ class StreamLedger:
         return Batch.of(reply)
 
     async def batch_ahead(self, epoch: int, step: int) -> Batch | None:
-        """The batch of the step after the one leased, if it is full already; does not wait."""
         reply = await self._buffer.try_lease_batch(self._stream, epoch, step)
         return Batch.of(reply) if reply.ready else None
 
     async def consume(self, epoch: int, step: int, digest: bytes) -> None:
-        """The optimizer has used the batch."""
         await self._buffer.consume(self._stream, epoch, step, digest)
 
     async def commit(self, epoch: int, step: int) -> None:
-        """A checkpoint holds every step below `step`."""
         await self._buffer.commit(self._stream, epoch, step)
 
     async def set_policy_version(self, epoch: int, policy_version: int) -> None:
-        """The engines serve it."""
         await self._buffer.set_policy_version(self._stream, epoch, policy_version)

@@ -19,11 +19,9 @@ class TrainState:
     """The ledger epoch this trainer owns."""
 
     def trained(self) -> TrainState:
-        """The state after one more step."""
         return replace(self, step=self.step + 1)
 
     def published(self) -> TrainState:
-        """The state after the current weights reached the engines."""
         return replace(self, policy_version=self.step)
 
 
@@ -46,11 +44,9 @@ class JobSchedule:
         self._evaluates_first = not evaluation.skip_eval_before_train
 
     def publishes(self, state: TrainState) -> bool:
-        """True after every update_weights_interval steps, and at the end."""
         return state.step % self._publish_every == 0 or state.step == self.num_steps
 
     def saves(self, state: TrainState) -> bool:
-        """True after every save_interval steps, and at the end."""
         if state.step == self.num_steps:
             return True
         return self._save_every is not None and state.step % self._save_every == 0

@@ -66,12 +66,10 @@ class CheckpointPart(Protocol):
 
 
 def checkpoint_folder(config: CheckpointSection, run_dir: Path) -> Path:
-    """The folder of this run's checkpoints."""
     return config.save or run_dir / "checkpoints"
 
 
 def step_name(step: int) -> str:
-    """The folder of one checkpoint."""
     return f"{_PREFIX}{step:08d}"
 
 
@@ -90,7 +88,6 @@ class Checkpoints:
         self._names_at_restore: frozenset[str] = frozenset()
 
     def path_of(self, step: int) -> Path:
-        """The folder of the checkpoint of this step, whether or not there is one."""
         return self._folder / step_name(step)
 
     def claim(self, epoch: int) -> None:

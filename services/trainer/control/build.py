@@ -57,8 +57,6 @@ _CALL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The parts that the compute thread builds on every rank."""
-
     layout: Layout
     worker: RankWorker
     checkpoints: Checkpoints
@@ -82,8 +80,6 @@ _LEAVE_SECONDS = 5.0
 
 
 class TrainerBuild:
-    """Builds what a rank consists of; `run_dir` is the run's folder."""
-
     def __init__(self, job: Job, run_dir: Path) -> None:
         self.job = job
         self.run_dir = run_dir
@@ -98,13 +94,11 @@ class TrainerBuild:
         return address
 
     def buffer(self) -> TrainerBuffer:
-        """A client of the job's buffer. Raises ConfigError when the job names none."""
         if (pattern := self.job.debug.load_debug_rollout_data) is not None:
             return RecordedBuffer(RecordedSteps(pattern))
         return buffer_of(self.job.services)
 
     def rollout(self) -> Rollout | None:
-        """A client of the job's rollout services; None where the trainer is alone."""
         return (
             None
             if self.job.debug.trains_alone
@@ -144,17 +138,14 @@ class TrainerBuild:
             await asyncio.gather(*leaving, return_exceptions=True)  # what is left there ends with its lease
 
     def recorder(self, buffer: TrainerBuffer, stream: str) -> StepRecorder | None:
-        """Keeps each step for later, if the job asks for it."""
         pattern = self.job.debug.save_debug_rollout_data
         return None if pattern is None else StepRecorder(RecordedSteps(pattern), buffer, stream)
 
     @property
     def trains(self) -> bool:
-        """False where the run only generates."""
         return not self.job.debug.debug_rollout_only
 
     def join(self) -> Layout:
-        """Joins the other ranks, or is alone. In the compute thread."""
         return join_ranks(self.job)
 
     def rank(self, fetch: Fetch, joined: JoinedRanks) -> Built:
@@ -185,7 +176,6 @@ class TrainerBuild:
             remove(self.weights_root)
 
     def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> Sender:
-        """This rank's part in publications."""
         publish, form = self.job.publish, QuantizedForm.of(self.job.model.hf_checkpoint)
         if publish.update_weight_transport == "adapter":
             return AdapterWriter(policy, layout, is_aborted, root=self.weights_root)
@@ -213,7 +203,6 @@ class TrainerBuild:
         )
 
     def _engines_are_here(self) -> bool:
-        """True where all of them are on this machine, or there are none."""
         return not self._far_engines() and self.job.placement.rollout_placement == "local"
 
     def _far_engines(self) -> list[Address]:
@@ -224,7 +213,6 @@ class TrainerBuild:
         return [address for address in map(Address.parse, places) if not address.is_loopback]
 
     def _host_for_engines(self) -> str:
-        """The address of this machine that engines reach."""
         if far := self._far_engines():
             return host_towards(far[0])
         return "127.0.0.1" if self._engines_are_here() else socket.gethostbyname(socket.gethostname())
@@ -235,7 +223,6 @@ class TrainerBuild:
         return self.job.placement.engine_sizes == (1,)
 
     def schedule(self) -> JobSchedule:
-        """The steps at which weights move, checkpoints are written and evaluations run."""
         return schedule_of(self.job, self._recorded_steps())
 
     def _recorded_steps(self) -> int | None:
@@ -255,7 +242,6 @@ class TrainerBuild:
         return num_steps
 
     def report(self) -> RunReport:
-        """The report that keeps the run's metrics and gives them to the trackers that the job asks for."""
         job = self.job
         return RunReport(
             self.run_dir,
@@ -271,7 +257,6 @@ class TrainerBuild:
             return []
 
     def console(self, report: RunReport, rollout: Rollout | None, schedule: JobSchedule) -> TrainerConsole:
-        """Shows the run to people and serves their requests."""
         job = self.job
         return TrainerConsole(
             report,
@@ -292,7 +277,6 @@ class TrainerBuild:
     def ranks(
         self, group: RankGroup[RankWorker], built: Built, rollout: Rollout | None, console: TrainerConsole
     ) -> TrainerRanks:
-        """All ranks as the loop sees them."""
         devices = self._devices(group, rollout)
         return TrainerRanks(
             group,
@@ -345,11 +329,9 @@ class TrainerBuild:
         )
 
     def untrained(self, step: int) -> UntrainedRanks:
-        """Returns what stands for all ranks where the run only generates."""
         return UntrainedRanks(step, self.run_dir)
 
     def failure_budget(self) -> FailureBudget:
-        """Ends a run that cannot learn."""
         return FailureBudget.of(self.job.rollout)
 
     def _trained_samples(self, layout: Layout) -> TrainedSamples | None:

@@ -41,8 +41,7 @@ R = TypeVar("R")
 class Worker(Protocol):
     """What a rank runs: its other commands are marked as well."""
 
-    def leave(self) -> None:
-        """The last command."""
+    def leave(self) -> None: ...
 
 
 W = TypeVar("W", bound=Worker)
@@ -53,8 +52,6 @@ _FAIL_ALIKE = (RankWorker.save.__name__, RankWorker.export.__name__)
 
 @dataclass(frozen=True, slots=True)
 class JoinedRanks:
-    """A rank's layout and its channel, once it has joined the others."""
-
     layout: Layout
     channel: Channel
 
@@ -132,7 +129,6 @@ class RankGroup(Generic[W]):
         return await results_of(self.ask(method, *args, **kwargs), method, deadline_seconds)
 
     def abort(self, publication_id: str) -> None:
-        """Senders that are at this publication stop."""
         self._channel.abort(publication_id)
 
     def _order(
@@ -167,7 +163,6 @@ async def results_of(
 async def follow(
     channel: Channel, worker: Worker, compute: ThreadPoolExecutor, kind: type[Worker] = RankWorker
 ) -> None:
-    """Follows rank 0's orders until it says `leave`."""
     loop, order = asyncio.get_running_loop(), None
     while order is None or order.method != Worker.leave.__name__:
         order = await channel.next_order()
@@ -259,7 +254,6 @@ class TrainerRanks:
             await self._group.call(RankWorker.save, state.step, state.policy_version, state.epoch)
 
     def checkpoint_path(self, step: int) -> Path:
-        """The folder into which `save` puts the checkpoint of a step."""
         return self._checkpoints.path_of(step)
 
     async def export(self) -> None:
@@ -273,7 +267,6 @@ class TrainerRanks:
         await self.export_to(folder)
 
     async def export_to(self, path: Path) -> None:
-        """Writes the current weights as a Hugging Face folder."""
         with self._console.phase(pb.PHASE_SAVING):
             await self.devices.take()
             await self._group.call(RankWorker.export, str(path))

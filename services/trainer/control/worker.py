@@ -30,8 +30,6 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Metrics of a step, and the samples that it could not use."""
-
     metrics: dict[str, float]
     set_aside: Sequence[UnusableSample]
     is_logged: bool = False
@@ -72,7 +70,6 @@ class RankWorker:
 
     @command
     def train(self, step: int, samples: Sequence[SampleFacts]) -> Trained:
-        """One rollout step's optimizer steps."""
         read = None if self._trained_samples is None else SamplesRead(self._fetch, step + 1)
         with self._profiler.step(step + 1) if self._profiler else nullcontext():
             metrics = self._policy.train(step, samples, read or self._fetch)
@@ -84,67 +81,54 @@ class RankWorker:
 
     @command
     def prefetch(self, samples: Sequence[SampleFacts]) -> None:
-        """Begins to fetch this rank's part of the next rollout step."""
         self._fetch.begin(self._policy.own_sample_ids(samples))
 
     @command
     def describe_weights(self) -> StageWeights | None:
-        """What this rank will send at every publication."""
         return self._sender.describe()
 
     @command
     def open_group(self, service: int) -> StageGroup | None:
-        """Listens for this stage's group of a rollout service's engines; a group that lives on is kept."""
         return self._sender.open(service)
 
     @command
     def probe(self) -> Probed | None:
-        """What engines must compute under the current weights."""
         return self._sender.probe()
 
     @command
     def send_weights(self, publication_id: str, world_sizes: Mapping[int, int], kept: bool = False) -> Sent | None:
-        """Joins the groups and broadcasts the buckets, of the current weights or of those that were kept."""
         return self._sender.send(publication_id, world_sizes, kept=kept)
 
     @command
     def compare_weights(self) -> Compared | None:
-        """What changed since the weights that were kept."""
         return self._sender.compare()
 
     @command
     def send_delta(self, publication_id: str, world_sizes: Mapping[int, int]) -> Sent | None:
-        """Sends what was compared, as `send_weights` would send all."""
         return self._sender.send_delta(publication_id, world_sizes)
 
     @command
     def hash_weights(self) -> Sent | None:
-        """What engines print over the current weights."""
         return self._sender.hashed()
 
     @command
     def keep_weights(self) -> None:
-        """Copies the current weights into host memory: they are served now."""
         self._sender.keep()
 
     @command
     def drop_groups(self, services: Sequence[int]) -> None:
-        """Tears down the groups of these rollout services: a publication to them failed."""
         self._sender.drop(services)
 
     @command
     def to_host(self) -> None:
-        """This rank's memory leaves its device."""
         self._policy.memory.to_host()
 
     @command
     def to_device(self) -> None:
-        """It comes back."""
         self._policy.memory.to_device()
 
     @command
     def save(self, step: int, policy_version: int, epoch: int) -> None:
-        """Writes this rank's share of a checkpoint."""
         self._wait_for_samples()
         self._checkpoints.save(
             self._policy.saved, step=step, policy_version=policy_version, epoch=epoch, scored_by=dict(self._scored_by)
@@ -153,7 +137,6 @@ class RankWorker:
 
     @command
     def export(self, path: str) -> None:
-        """Writes this rank's share of a Hugging Face folder."""
         self._policy.export(Path(path))
 
     @command
@@ -183,15 +166,12 @@ class Command:
         self.result_of = result.decode
 
     def pack(self, args: Sequence[object], kwargs: Mapping[str, object]) -> msgspec.Raw:
-        """The arguments of a call, to travel in an order."""
         return msgspec.Raw(msgspec.msgpack.encode(self._arguments(*args, **kwargs)))
 
     def unpack(self, arguments: msgspec.Raw) -> tuple[Any, ...]:
-        """Raises msgspec.MsgspecError for what are none."""
         return msgspec.structs.astuple(self._decoder.decode(arguments))
 
 
 @cache
 def commands(worker: type) -> Mapping[str, Command]:
-    """All that rank 0 can ask such a worker for, by name."""
     return {name: Command(method) for name, method in vars(worker).items() if hasattr(method, "is_command")}

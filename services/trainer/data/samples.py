@@ -46,8 +46,6 @@ FetchSamples = Callable[[Sequence[str]], Sequence[Read]]
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """The samples of a step that were read."""
-
     samples: Sequence[SampleFacts]
     """All of the batch, equal on all ranks; bad ones are FAILED."""
     own: Mapping[str, Sample]
@@ -67,7 +65,6 @@ class SampleReader:
         self._layout = layout
 
     def read(self, samples: Sequence[SampleFacts], fetch: FetchSamples) -> Readable:
-        """Collective over all ranks."""
         found: dict[str, Sample] = {}
         set_aside: list[UnusableSample] = []
         while True:
@@ -201,7 +198,6 @@ class SkippedSamples:
         self._messages = _read(path)
 
     def applied(self, batch: Batch) -> Batch:
-        """The batch with what was set aside before."""
         known = self._messages
         samples = tuple(s.without(known[s.sample_id]) if s.sample_id in known else s for s in batch.samples)
         return replace(batch, samples=samples)
@@ -268,7 +264,6 @@ class TrainedSamples:
         self._writing = self._thread.submit(self._write, step, answers, seen, shown)
 
     def wait(self) -> None:
-        """Returns once everything is written."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None

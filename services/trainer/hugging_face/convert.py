@@ -57,8 +57,6 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A row of this pipeline rank."""
-
     row: Row
     name: str
     """The parameter as weights.py names it; of another rank's expert, the one in the same place here."""
@@ -98,8 +96,6 @@ def fused_name(megatron_name: str) -> str:
 
 
 class Converter:
-    """One rank's part of a model in both directions."""
-
     def __init__(self, architecture: Architecture, layout: Layout, chunks: Sequence[GPTModel]) -> None:
         self._architecture = architecture
         self._layout = layout

@@ -60,7 +60,6 @@ class PassThrough(nn.Module):
         self.register_parameter("weight", output_layer.weight)
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-        """Unchanged, and no bias."""
         return hidden, None
 
 

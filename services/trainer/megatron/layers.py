@@ -110,14 +110,10 @@ class NormOverHeads(torch.nn.Module):
 
 
 class QueryNorm(NormOverHeads):
-    """Of queries."""
-
     num_heads = "num_attention_heads"
 
 
 class KeyNorm(NormOverHeads):
-    """Of keys."""
-
     num_heads = "num_query_groups"
 
 
@@ -133,7 +129,6 @@ def without_pre_norms(layer: ModuleSpec, *, with_te: bool) -> None:
 
 
 def with_marked_norms(spec: Any) -> Any:
-    """The spec of a layer or a block with these in the place of Megatron's."""
     return with_parts(spec, lambda _, part: MarkedNorm if part is WrappedTorchNorm else part)
 
 
@@ -153,7 +148,6 @@ class _PostNorm:
         self.post_norm = type(self).norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:
-        """The wrapped module's output, normalized."""
         output, bias = super().forward(*args, **kwargs)  # type: ignore[misc]  # the Megatron module has it
         return self.post_norm(output), bias
 
@@ -190,7 +184,6 @@ class _LocalRotary:
     def forward(
         self, hidden: Tensor, *args: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **named: Any
     ) -> Output:
-        """With the layer's own angles."""
         if (rotary := self.rotary_pos_emb) is not None:
             length = rotary.get_rotary_seq_len(None, None, hidden, self.config, packed_seq_params)
             rotary_pos_emb = rotary(length, packed_seq=packed_seq_params is not None)
@@ -226,13 +219,11 @@ class BiasedExpert(RowParallelLinear):
     """The last layer of an expert with biases, to whose output Megatron's MLP adds in place: not to a view."""
 
     def forward(self, input_: Tensor) -> Output:
-        """A copy, and the bias."""
         output, bias = super().forward(input_)
         return output.clone(), bias
 
 
 def with_biased_experts(spec: Any) -> Any:
-    """The spec of a layer or a block with these in the place of Megatron's."""
     return with_parts(
         spec, lambda name, part: BiasedExpert if name == "linear_fc2" and part is RowParallelLinear else part
     )
@@ -450,11 +441,9 @@ def whole_row(tensor: Tensor, share: Share) -> Tensor:
 
 
 def _repeated(tensor: Tensor, heads: int) -> Tensor:
-    """Key and value heads, as many as queries have."""
     times = heads // tensor.shape[-2]
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=-2)
 
 
 def with_segment_attention(spec: Any) -> Any:
-    """The spec of a layer or a block with this attention in every layer."""
     return with_parts(spec, lambda name, part: SegmentAttention if name == "core_attention" else part)

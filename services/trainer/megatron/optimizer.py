@@ -229,19 +229,15 @@ class Optimizer:
         return self._optimizer, self._schedule
 
     def zero_grad(self) -> None:
-        """Clears the gradients; called before the first backward pass of a step."""
         self._optimizer.zero_grad()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that it keeps for itself, and the parameters that it updates."""
         return tensors(self._optimizer)
 
     def slots(self) -> Iterator[Slot]:
-        """The state of every parameter that this rank updates."""
         return slots(self._optimizer)
 
     def scalars(self) -> dict[str, Any]:
-        """The schedule's position and the kind of optimizer, as JSON has them."""
         return {
             "optimizer": self._kind,
             "schedule_steps": self._schedule.num_steps,
@@ -249,7 +245,6 @@ class Optimizer:
         }
 
     def require_same_kind(self, scalars: Mapping[str, Any]) -> None:
-        """Raises DataLoss when the states of a checkpoint are another optimizer's."""
         if scalars["optimizer"] != self._kind:
             raise DataLoss(
                 f"the checkpoint has states of {scalars['optimizer']}, and this job's optimizer is {self._kind}: "
@@ -257,7 +252,6 @@ class Optimizer:
             )
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """The schedule goes on where it was."""
         if scalars["group_step"] is not None:
             set_group_step(self._optimizer, scalars["group_step"])
         take_restored(self._optimizer)

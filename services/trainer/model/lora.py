@@ -129,11 +129,6 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class Adapter(nn.Module):
-    """`parts` are those of the layer's Hugging Face tensors, in the table's order; None for one without an adapter.
-
-    `sizes` are the outputs of each part on this rank.
-    """
-
     def __init__(
         self,
         sharding: Sharding,
@@ -152,7 +147,6 @@ class Adapter(nn.Module):
         self._exchange = exchange
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes the layer's input and returns what is added to its output."""
         return self._arranged([self._output(part, x) for part in self.parts])
 
     def delta(self) -> Tensor:
@@ -197,7 +191,6 @@ class ExpertAdapters(nn.ModuleList):
     """The adapters of a grouped linear layer, in the order of its experts."""
 
     def forward(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Takes what the layer takes: the tokens of all its experts, one expert's behind the other's."""
         return torch.cat([adapter(own) for adapter, own in zip(self, tokens.split(list(sizes)), strict=True)])
 
 
@@ -207,7 +200,6 @@ def is_row_parallel(sharding: Sharding) -> bool:
 
 
 def pair_shardings(sharding: Sharding, part: int) -> tuple[Sharding, Sharding]:
-    """Returns how tensor ranks divide A and B of one of a layer's parts."""
     match sharding:
         case Replicated():
             return Replicated(), Replicated()
@@ -222,7 +214,6 @@ def pair_shardings(sharding: Sharding, part: int) -> tuple[Sharding, Sharding]:
 
 
 def exchange_of(sharding: Sharding, *, sequence_parallel: bool) -> Exchange:
-    """Returns what tensor ranks do with the middle."""
     exchange: Exchange
     if isinstance(sharding, Replicated):
         exchange = _unchanged
@@ -250,7 +241,6 @@ class InitialPairs:
     seed: int
 
     def __call__(self, weight: HfTensor) -> Pair:
-        """Float32 matrices of the layer that has this weight."""
         shape_a, shape_b = pair_shapes(weight, self.rank)
         a, random = torch.empty(shape_a), torch.Generator().manual_seed(self._seed_of(weight.key))
         if self.init == "gaussian":
@@ -311,7 +301,6 @@ class PeftFolder:
         self._require_names({name for tensor in layers for name in peft_names(tensor, architecture, self._words)})
 
     def __call__(self, weight: HfTensor) -> Pair:
-        """The matrices of the layer that has this weight."""
         assert self._rank is not None
         shapes = pair_shapes(weight, self._rank)
         names = peft_names(weight, self._architecture, self._words)
@@ -450,7 +439,6 @@ class Adapters:
         return {name: adapter.delta for name, adapter in self.by_weight.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters by their keys in a checkpoint."""
         return {shard.key: shard.parameter for shard in self.shards}
 
     def wholes(self, layout: Layout) -> dict[str, Tensor]:
@@ -576,7 +564,6 @@ class _Builder:
 
 
 def scale_of(lora: LoraSection) -> float:
-    """What adapters are multiplied by."""
     assert lora.lora_rank is not None
     return lora.lora_alpha / (math.sqrt(lora.lora_rank) if lora.lora_use_rslora else lora.lora_rank)
 

@@ -59,12 +59,10 @@ class SavedParts:
         self._parts: Sequence[ModelState | RandomState | OldPolicies] = [*models, *others]
 
     def chunks(self) -> Iterator[ShardChunk]:
-        """Weights, optimizer, random states: all ranks' chunks together are everything, each once."""
         for part in self._parts:
             yield from part.chunks()
 
     def scalars(self) -> dict[str, Any]:
-        """The numbers of a checkpoint, equal on all ranks."""
         scalars = {name: value for model in self._models for name, value in model.scalars().items()}
         return {_MODEL: self._facts} | scalars
 
@@ -229,7 +227,6 @@ class Policy:
         return {} if self._pipeline.record is None else self._pipeline.record.take()
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
-        """The ids of the samples that `train` will fetch on this rank, in that order."""
         return self._batches.own_sample_ids(samples)
 
     def log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
@@ -251,7 +248,6 @@ class Policy:
             yield from self._converter.hf_tensors()
 
     def hf_tensor_specs(self) -> list[TensorSpec]:
-        """The tensors that this stage's sender yields, in order."""
         return self._converter.hf_tensor_specs()
 
     def export(

@@ -351,8 +351,6 @@ def _reported(path: str, metrics: object, micro: MicroInputs) -> dict[str, Tenso
 
 
 class Objective:
-    """The job's loss of a micro-batch, with what is reported of it."""
-
     def __init__(
         self,
         config: TrainSection,
@@ -372,7 +370,6 @@ class Objective:
 
     @property
     def losses(self) -> frozenset[str]:
-        """The parts that this loss has."""
         if self._custom_loss is not None:
             return frozenset({"loss/custom"})
         if self._config.loss_type == "sft_loss":
@@ -386,7 +383,6 @@ class Objective:
 
     @property
     def has_kl(self) -> bool:
-        """True when the loss has a KL to the reference policy."""
         return self._config.use_kl_loss and self._config.kl_loss_coef > 0 and self._config.loss_type == "policy_loss"
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:

@@ -188,7 +188,6 @@ class BatchChanges(msgspec.Struct, frozen=True, array_like=True):
     """The user's function has logged the rollout: trackers are not given its figures as well."""
 
     def of_sample(self, sample: Sample) -> Sample:
-        """The sample with what was changed."""
         mask, log_probs = self.masks.get(sample.sample_id), self.log_probs.get(sample.sample_id)
         if mask is not None:
             sample = replace(sample, loss_mask=np.frombuffer(mask, np.uint8))
@@ -197,7 +196,6 @@ class BatchChanges(msgspec.Struct, frozen=True, array_like=True):
         return sample
 
     def of_facts(self, facts: SampleFacts) -> SampleFacts:
-        """The facts of the sample with what was changed."""
         mask = self.masks.get(facts.sample_id)
         if mask is None:
             return facts
@@ -229,7 +227,6 @@ class WholeBatch:
         return cls(whole, [to_hook(sample, numbers[sample.group_id]) for sample in whole])
 
     def groups(self) -> list[list[HookSample]]:
-        """The samples of each prompt."""
         found: dict[str, list[HookSample]] = {}
         for sample, seen in zip(self.samples, self.seen, strict=True):
             found.setdefault(sample.group_id, []).append(seen)
@@ -294,7 +291,6 @@ class WholeBatchHooks:
         return changes
 
     def _post_processed(self, hook: Hook, batch: WholeBatch) -> dict[str, float]:
-        """The rewards of the samples that have one, as the function makes them."""
         pairs = zip(batch.samples, batch.seen, strict=True)
         scored = [(sample.sample_id, seen) for sample, seen in pairs if sample.reward is not None]
         answer = hook.target(self._args, [seen for _, seen in scored])

@@ -27,17 +27,13 @@ from services.trainer.state import TrainState
 class Savable(Protocol):
     """The ranks' methods that requests need."""
 
-    async def save(self, state: TrainState) -> None:
-        """Takes a checkpoint of the current step."""
+    async def save(self, state: TrainState) -> None: ...
 
-    async def flush(self) -> None:
-        """Returns when the checkpoint that was taken last is safe."""
+    async def flush(self) -> None: ...
 
-    def checkpoint_path(self, step: int) -> Path:
-        """The folder of the checkpoint of a step."""
+    def checkpoint_path(self, step: int) -> Path: ...
 
-    async def export_to(self, path: Path) -> None:
-        """Writes a Hugging Face folder."""
+    async def export_to(self, path: Path) -> None: ...
 
 
 Action = Callable[[Savable, TrainState], Awaitable[None]]
@@ -83,7 +79,6 @@ class Requests:
                 request.done.set_result(state)
 
     def refuse(self, error: Callable[[], HeadraceError]) -> None:
-        """Answers what waits with an error each."""
         for request in self._waiting:
             request.done.set_exception(error())
         self._waiting.clear()
@@ -126,7 +121,6 @@ class TrainerConsole:
 
     @property
     def status(self) -> pb.GetStatusResponse:
-        """The run's step, phase and figures."""
         is_waiting = self._status.phase == pb.PHASE_WAITING
         self._status.waiting_seconds = time.monotonic() - self._waiting_since if is_waiting else 0.0
         self._status.ClearField("evaluating_step")
@@ -136,7 +130,6 @@ class TrainerConsole:
 
     @property
     def stopping(self) -> bool:
-        """True once the run is to end."""
         return self._stopped.is_set()
 
     @property
@@ -151,7 +144,6 @@ class TrainerConsole:
 
     @property
     def verdict(self) -> str | None:
-        """Why the run was given up; None unless it was."""
         return self._verdict
 
     @contextmanager
@@ -168,7 +160,6 @@ class TrainerConsole:
             self._seconds[phase] += self._clock() - started
 
     def open(self, ranks: Savable, world_size: int, step: int = 0) -> None:
-        """The ranks are up, restored to `step`; requests go to them."""
         self._ranks = ranks
         self._status.step = step
         self._status.world_size = world_size
@@ -181,11 +172,9 @@ class TrainerConsole:
         self._status.phase, self._waiting_since = pb.PHASE_WAITING, time.monotonic()
 
     async def until_stopped(self) -> None:
-        """Returns once the run is to end."""
         await self._stopped.wait()
 
     def finished(self, error: str | None = None) -> None:
-        """The run is over; watchers of progress are let go."""
         self._status.phase = pb.PHASE_FAILED if error else pb.PHASE_FINISHED
         self._status.error = error or ""
         self._ended = True
@@ -194,7 +183,6 @@ class TrainerConsole:
         self._report.close()
 
     def groups_ready(self, count: int) -> None:
-        """Progress while a batch fills."""
         self._status.groups_ready = count
 
     def produced(self, metrics: Mapping[str, float]) -> None:
@@ -206,7 +194,6 @@ class TrainerConsole:
         tracing.record("headrace.wait", tracing.step(step), begun, now, {tracing.STEP: step})
 
     def mark(self, text: str) -> None:
-        """The row of the step that is trained next says that this changed before it, and so do the pictures."""
         self._report.mark(text)
 
     def keep_from_trackers(self, names: Iterable[str]) -> None:
@@ -214,7 +201,6 @@ class TrainerConsole:
         self._untracked = frozenset(names)
 
     async def before_step(self, state: TrainState) -> bool:
-        """Serves what was asked for, holds while paused; False ends the run."""
         self._show(state)
         if self._reported_at is None:
             self._reported_at = self._clock()
@@ -229,18 +215,15 @@ class TrainerConsole:
         return not self.stopping
 
     async def evaluate(self, state: TrainState) -> None:
-        """Starts an evaluation if one is due; what it finds is reported with the step that was trained last."""
         self._show(state)
         with self.phase(pb.PHASE_EVALUATING):
             await self._evaluations.at(state)
 
     async def evaluated(self) -> None:
-        """Waits for the last evaluation."""
         with self.phase(pb.PHASE_EVALUATING):
             await self._evaluations.finish()
 
     def report(self, state: TrainState, metrics: dict[str, float]) -> None:
-        """A step is done; `state.step` counts it."""
         self._show(state)
         times = self._times()
         now, step = time.time(), state.step - 1
@@ -267,15 +250,12 @@ class TrainerConsole:
         return await asyncio.shield(done)
 
     def pause(self) -> None:
-        """Holds before the next step."""
         self._running.clear()
 
     def resume(self) -> None:
-        """Lets the loop go on after `pause`."""
         self._running.set()
 
     def stop(self) -> None:
-        """Ends the run before the next step."""
         self._stopped.set()
         self._evaluations.stop("the run was stopped")
         self._running.set()

@@ -51,13 +51,11 @@ class EvalSampleLog:
         self._is_new = True
 
     async def add(self, samples: Iterable[Sample]) -> None:
-        """Writes them once there are enough."""
         self._answers += [Answer.of(sample, self._step) for sample in samples]
         if len(self._answers) >= _AT_ONCE:
             await self.close()
 
     async def close(self) -> None:
-        """Writes what is left."""
         answers, self._answers = self._answers, []
         is_new, self._is_new = self._is_new, False
         try:
@@ -120,8 +118,6 @@ Evaluate = Callable[[TrainState, Sequence[str]], Awaitable[Evaluated]]
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """The data sets that are due after a step."""
-
     state: TrainState
     names: Sequence[str]
 
@@ -131,17 +127,13 @@ class EvalScheduler:
 
     @property
     def running_step(self) -> int | None:
-        """The step of the one that runs; None when none does."""
         return None
 
-    async def at(self, state: TrainState) -> None:
-        """Starts the evaluation that is due at this step, if one is."""
+    async def at(self, state: TrainState) -> None: ...
 
-    async def finish(self) -> None:
-        """Returns when none runs."""
+    async def finish(self) -> None: ...
 
-    def stop(self, why: str) -> None:
-        """Cuts off what runs, and starts nothing more."""
+    def stop(self, why: str) -> None: ...
 
 
 class IntervalEvalScheduler(EvalScheduler):

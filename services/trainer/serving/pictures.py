@@ -51,24 +51,20 @@ class Point:
 
     @classmethod
     def of(cls, step: int, metrics: Mapping[str, float], time: float | None = None, marks: Sequence[str] = ()) -> Point:
-        """The point of one row."""
         times = () if time is None else (time, time)
         return cls(step, step, 1, metrics, dict.fromkeys(metrics, 1), times, [Mark(step, text) for text in marks])
 
     @property
     def step(self) -> float:
-        """The middle of its steps."""
         return (self.first + self.last) / 2
 
     def __contains__(self, metric: str) -> bool:
         return metric in self.sums
 
     def mean(self, metric: str) -> float:
-        """Returns its mean over the rows that have it."""
         return self.sums[metric] / self.nums[metric]
 
     def joined(self, later: Point) -> Point:
-        """This one's rows and those of the next."""
         sums = dict(self.sums)
         for name, value in later.sums.items():
             sums[name] = sums.get(name, 0.0) + value
@@ -96,7 +92,6 @@ class Points:
     def add(
         self, step: int, metrics: Mapping[str, float], time: float | None = None, marks: Sequence[str] = ()
     ) -> None:
-        """Adds a row, or joins it to the last point."""
         found = {name: value for name, value in metrics.items() if name.startswith(self._starts)}
         if not found:
             return
@@ -109,7 +104,6 @@ class Points:
             self._halve()
 
     def all(self) -> list[Point]:
-        """Returns them in the order of their rows."""
         return list(self._points)
 
     def _halve(self) -> None:

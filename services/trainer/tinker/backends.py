@@ -71,8 +71,6 @@ class TinkerRanks:
 
 
 class TinkerEngines:
-    """The engines behind the run's rollout services."""
-
     def __init__(self, rollout: Rollout, *, seconds: float) -> None:
         self._rollout = rollout
         self._seconds = seconds

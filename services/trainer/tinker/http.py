@@ -52,7 +52,6 @@ class TinkerHttp:
         self._max_tokens = max_tokens
 
     def application(self) -> Starlette:
-        """The routes as an ASGI application."""
         posts: dict[str, Handler] = {
             "client/config": self._config,
             "client/dynamic_config": self._config,

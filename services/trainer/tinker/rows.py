@@ -72,7 +72,6 @@ def _families(data: Sequence[Datum], numbers: Sequence[int], *, shares: bool) ->
 
 
 def _common(one: Datum, other: Datum) -> int:
-    """How many tokens both begin with."""
     first, second = _tokens(one), _tokens(other)
     size = min(len(first), len(second))
     differ = np.flatnonzero(first[:size] != second[:size])

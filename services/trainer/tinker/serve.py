@@ -39,7 +39,6 @@ async def build_worker(job: Job, joined: JoinedRanks, compute: ThreadPoolExecuto
 
 
 async def follow_tinker(job: Job, joined: JoinedRanks, compute: ThreadPoolExecutor) -> None:
-    """Every rank but the first."""
     await follow(joined.channel, await build_worker(job, joined, compute), compute, TinkerWorker)
 
 
@@ -124,7 +123,6 @@ def endpoint_of(job: Job, listen: Listen, application: Any) -> EndpointServer:
 
 
 def names_of(job: Job) -> list[str]:
-    """What clients may call the base."""
     given: Sequence[str | None] = (
         job.tinker.tinker_model_name,
         job.model.hf_checkpoint.name,

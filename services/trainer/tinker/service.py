@@ -48,8 +48,6 @@ _SWEEP_SECONDS = 5.0
 
 
 class Ranks(Protocol):
-    """The trainer's ranks."""
-
     async def create(self, model_id: str, spec: LoraSpec) -> None: ...
     async def load(self, model_id: str, spec: LoraSpec, file: Path, *, optimizer: bool) -> None:
         """Raises DataLoss for a file of another base."""
@@ -64,8 +62,6 @@ class Ranks(Protocol):
 
 
 class Engines(Protocol):
-    """The fleet."""
-
     async def sample(self, adapter: Path | None, work: Sample) -> tuple[Sequence[Completion], Sequence[float] | None]:
         """Responses, and the log-probs of the prompt's tokens but the first where they are request for."""
 

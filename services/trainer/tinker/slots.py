@@ -84,7 +84,6 @@ class LoraSlots:
         self._models[name] = _Model(spec, {shard.key: start(shard) for shard in self._adapters.shards})
 
     def drop(self, name: str) -> None:
-        """Forgets the model. Nothing happens where there is none."""
         self._models.pop(name, None)
         if self._on_base == name:
             self._on_base = None
@@ -199,7 +198,6 @@ class LoraSlots:
         return found
 
     def peft_config(self, name: str) -> dict[str, Any]:
-        """The adapter_config.json that belongs to `peft`."""
         return {**self._adapters.served, "r": self._models[name].spec.rank, "lora_alpha": ALPHA, "use_rslora": False}
 
     def _micro_batches(self, data: Sequence[Datum], rank: int) -> list[Sequence[Row]]:
@@ -235,7 +233,6 @@ class LoraSlots:
         return results
 
     def _collect(self, model: _Model) -> None:
-        """Adds the parameters' gradients to the model's."""
         for shard in self._adapters.shards:
             if (gradient := shard.parameter.grad) is not None:
                 model.gradients[shard.key] += gradient

@@ -55,7 +55,6 @@ class TinkerWorker:
 
     @command
     def create(self, name: str, spec: LoraSpec) -> None:
-        """A new model."""
         self._slots.create(name, spec)
 
     @command
@@ -65,12 +64,10 @@ class TinkerWorker:
 
     @command
     def load(self, name: str, spec: LoraSpec, file: str, optimizer: bool) -> None:
-        """A new model from a saved one."""
         self._slots.load(name, spec, Path(file), optimizer=optimizer)
 
     @command
     def drop(self, name: str) -> None:
-        """Forgets the model."""
         self._slots.drop(name)
 
     @command
@@ -98,8 +95,7 @@ class TinkerWorker:
         return _refusal(lambda: _write_peft(Path(folder), matrices, config)) if self._layout.rank == 0 else None
 
     @command
-    def leave(self) -> None:
-        """The end."""
+    def leave(self) -> None: ...
 
 
 def _write_state(file: Path, tensors: Mapping[str, Tensor]) -> None:
