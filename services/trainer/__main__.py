@@ -36,7 +36,7 @@ from services.trainer.ledger import StreamLedger
 from services.trainer.megatron.parallel import FILES_TIMEOUT
 from services.trainer.serving.console import Savable
 from services.trainer.serving.servicer import TrainerServicer
-from services.trainer.tinker.serve import TinkerServer, follow_tinker
+from services.trainer.tinker.serve import follow_tinker, serve_tinker
 
 
 async def run_rank0(
@@ -60,15 +60,12 @@ async def run_rank0(
         )
         await training.train(ledger, ranks, console, schedule)
 
-    async def serve_tinker() -> None:
-        assert rollout is not None, "the job's rules refuse debug_train_only"
-        console.open_without_steps(joined.layout.world_size)
-        await server.set_ready()
-        await TinkerServer(build.job, build.run_dir, listen, rollout).run(joined, compute, console.until_stopped)
-
     async def train() -> None:
         if build.job.serves_tinker:
-            await serve_tinker()
+            assert rollout is not None, "the job's rules refuse debug_train_only"
+            console.open_without_steps(joined.layout.world_size)
+            await server.set_ready()
+            await serve_tinker(build.job, build.run_dir, listen, rollout, joined, compute, console.until_stopped)
             return
         built = await asyncio.get_running_loop().run_in_executor(compute, build.rank, fetch, joined)
         group = RankGroup(joined.channel, built.worker, compute)

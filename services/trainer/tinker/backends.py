@@ -14,8 +14,8 @@ from headrace.client.rollout import Rollout
 from headrace.errors import DataLoss, FailedPrecondition, ResourceExhausted
 from headrace.trajectory import Status, pack_column, unpack_column
 from services.trainer.control.ranks import RankGroup
+from services.trainer.tinker.slots import LoraSlots
 from services.trainer.tinker.work import AdamParams, Completion, ForwardBackward, LoraSpec, Losses, Sample
-from services.trainer.tinker.worker import TinkerWorker
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,28 +24,28 @@ R = TypeVar("R")
 class TinkerRanks:
     """All ranks as one. A command that takes longer than `seconds` has lost a rank."""
 
-    def __init__(self, group: RankGroup[TinkerWorker], *, seconds: float) -> None:
+    def __init__(self, group: RankGroup[LoraSlots], *, seconds: float) -> None:
         self._group = group
         self._seconds = seconds
 
     async def create(self, model_id: str, spec: LoraSpec) -> None:
-        await self._all(TinkerWorker.create, model_id, spec)
+        await self._all(LoraSlots.create, model_id, spec)
 
     async def load(self, model_id: str, spec: LoraSpec, file: Path, *, optimizer: bool) -> None:
-        for refusal in await self._all(TinkerWorker.refusal, str(file)):
+        for refusal in await self._all(LoraSlots.refusal, str(file)):
             raise DataLoss(refusal)
-        await self._all(TinkerWorker.load, model_id, spec, str(file), optimizer)
+        await self._all(LoraSlots.load, model_id, spec, str(file), optimizer)
 
     async def drop(self, model_id: str) -> None:
-        await self._all(TinkerWorker.drop, model_id)
+        await self._all(LoraSlots.drop, model_id)
 
     async def compute(self, model_id: str, work: ForwardBackward) -> Losses:
-        parts = await self._all(TinkerWorker.compute, model_id, work.data, work.loss_fn, work.settings, work.backward)
+        parts = await self._all(LoraSlots.compute, model_id, work.data, work.loss_fn, work.settings, work.backward)
         log_probs = {number: row for part in parts for number, row in part.log_probs.items()}
         return Losses([log_probs[number] for number in range(len(work.data))], sum(part.loss for part in parts))
 
     async def step(self, model_id: str, params: AdamParams) -> float:
-        norm = (await self._all(TinkerWorker.step, model_id, params))[0]
+        norm = (await self._all(LoraSlots.step, model_id, params))[0]
         if not np.isfinite(norm):
             raise FailedPrecondition(
                 f"the gradient's norm is {norm}: the step was left out, and its gradients are dropped. Lower the "
@@ -54,16 +54,16 @@ class TinkerRanks:
         return norm
 
     async def save(self, model_id: str, file: Path) -> None:
-        for refusal in await self._all(TinkerWorker.save, model_id, str(file)):
+        for refusal in await self._all(LoraSlots.save, model_id, str(file)):
             raise ResourceExhausted(refusal)
 
     async def save_adapter(self, model_id: str, folder: Path) -> None:
-        for refusal in await self._all(TinkerWorker.save_adapter, model_id, str(folder)):
+        for refusal in await self._all(LoraSlots.save_adapter, model_id, str(folder)):
             raise ResourceExhausted(refusal)
 
     def _all(
         self,
-        method: Callable[Concatenate[TinkerWorker, P], R | None],
+        method: Callable[Concatenate[LoraSlots, P], R | None],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Awaitable[list[R]]:

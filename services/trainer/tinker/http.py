@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ _STATUS: Mapping[type[HeadraceError], int] = {
     AlreadyExists: 409,
     InvalidArgument: 422,
 }
+_OF_A_MODEL = {
+    "optim_step": types.OptimStepRequest,
+    "save_weights": types.SaveWeightsRequest,
+    "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
+}
 Handler = Callable[[Request, bytes], Awaitable[Response]]
 
 
@@ -62,9 +68,6 @@ class TinkerHttp:
             "load_weights": self._load_weights,
             "get_info": self._get_info,
             "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "save_weights_for_sampler": self._save_for_sampler,
             "create_sampling_session": self._create_sampler,
             "asample": self._sample,
             "cancel_future": self._cancel,
@@ -72,6 +75,7 @@ class TinkerHttp:
             "retrieve_futures": self._retrieve_several,
             "weights_info": self._weights_info,
             "telemetry": self._telemetry,
+            **{kind: partial(self._of_model, kind, message) for kind, message in _OF_A_MODEL.items()},
         }
         gets: dict[str, Handler] = {
             "healthz": self._health,
@@ -181,15 +185,6 @@ class TinkerHttp:
         self._wire.work("forward_backward", body)  # what is wrong is said now
         return self._ask(request.model_id, request.seq_id, "forward_backward", body)
 
-    async def _optim_step(self, _: Request, body: bytes) -> Response:
-        return self._of_model("optim_step", parsed(types.OptimStepRequest, body), body)
-
-    async def _save_weights(self, _: Request, body: bytes) -> Response:
-        return self._of_model("save_weights", parsed(types.SaveWeightsRequest, body), body)
-
-    async def _save_for_sampler(self, _: Request, body: bytes) -> Response:
-        return self._of_model("save_weights_for_sampler", parsed(types.SaveWeightsForSamplerRequest, body), body)
-
     async def _create_sampler(self, _: Request, body: bytes) -> Response:
         request = parsed(types.CreateSamplingSessionRequest, body)
         if request.model_path is None:
@@ -259,7 +254,8 @@ class TinkerHttp:
         self._tinker.checkpoints.remove(TinkerPath.parse(f"tinker://{values['model_id']}/{values['checkpoint_id']}"))
         return Response(status_code=204)
 
-    def _of_model(self, kind: str, request: Any, body: bytes) -> Response:
+    async def _of_model(self, kind: str, message: Any, _: Request, body: bytes) -> Response:
+        request = parsed(message, body)
         self._wire.work(kind, body)
         return self._ask(request.model_id, request.seq_id, kind, body)
 

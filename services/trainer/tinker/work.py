@@ -127,9 +127,8 @@ class Load:
     optimizer: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Create:
-    spec: LoraSpec
+    """Makes the model that the session has asked for."""
 
 
 @dataclass(frozen=True, slots=True)
