@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
@@ -32,10 +33,13 @@ from services.trainer.control.ranks import RankGroup, follow, join
 from services.trainer.control.worker import RankWorker
 from services.trainer.data.buffer import TrainerBuffer
 from services.trainer.data.samples import Fetch
+from services.trainer.failure_budget import FailureBudget
 from services.trainer.ledger import StreamLedger
 from services.trainer.megatron.parallel import FILES_TIMEOUT
+from services.trainer.model.build import join_ranks
 from services.trainer.serving.console import Savable
 from services.trainer.serving.servicer import TrainerServicer
+from services.trainer.standalone import UntrainedRanks
 from services.trainer.tinker.serve import follow_tinker, serve_tinker
 
 
@@ -56,7 +60,7 @@ async def run_rank0(
         console.open(savable, world_size, step)
         await server.set_ready()
         ledger = StreamLedger(
-            buffer, fetch.stream, console, build.failure_budget(), build.recorder(buffer, fetch.stream)
+            buffer, fetch.stream, console, FailureBudget.of(build.job.rollout), build.recorder(buffer, fetch.stream)
         )
         await training.train(ledger, ranks, console, schedule)
 
@@ -75,13 +79,13 @@ async def run_rank0(
         await group.gather(FILES_TIMEOUT.total_seconds(), RankWorker.leave)
 
     try:
-        if build.trains:
+        if not build.job.debug.debug_rollout_only:
             await build.clear_devices(rollout)
-            joined = await join(build.join, compute)
+            joined = await join(partial(join_ranks, build.job), compute)
             await joined.channel.guard(train())
             await joined.channel.close()
         else:
-            ranks = build.untrained((await buffer.stats(fetch.stream)).committed_step)
+            ranks = UntrainedRanks((await buffer.stats(fetch.stream)).committed_step, build.run_dir)
             await run(ranks, ranks, 0, await ranks.restore())
         if console.verdict:
             raise NothingToLearn(console.verdict)
@@ -152,7 +156,7 @@ async def run_rank(build: TrainerBuild, listen: Listen) -> None:
     else:
         for number in ASK_TO_END:  # rank 0 is asked too, saves with all ranks, and lets them go
             signal.signal(number, signal.SIG_IGN)
-        joined = await join(build.join, compute)
+        joined = await join(partial(join_ranks, build.job), compute)
 
         async def work() -> None:
             if build.job.serves_tinker:

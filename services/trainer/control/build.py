@@ -35,11 +35,10 @@ from services.trainer.control.worker import RankWorker
 from services.trainer.data.buffer import RecordedBuffer, StepRecorder, TrainerBuffer
 from services.trainer.data.samples import Fetch, TrainedSamples
 from services.trainer.durable import remove
-from services.trainer.failure_budget import FailureBudget
 from services.trainer.gpu_sharing import OwnDevices, SharedDevices, clear
 from services.trainer.loop import Devices
 from services.trainer.megatron.parallel import Layout
-from services.trainer.model.build import join_ranks, logs_samples, policy_of
+from services.trainer.model.build import logs_samples, policy_of
 from services.trainer.model.policy import Policy
 from services.trainer.model.profile import StepProfiler
 from services.trainer.serving.console import TrainerConsole
@@ -47,7 +46,7 @@ from services.trainer.serving.evaluation import evaluations_of
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import ExportFolders
 from services.trainer.serving.trackers import trackers
-from services.trainer.standalone import NoEngines, UntrainedRanks
+from services.trainer.standalone import NoEngines
 from services.trainer.state import JobSchedule
 from services.trainer.weights.buckets import MemoryFiles
 
@@ -141,13 +140,6 @@ class TrainerBuild:
         pattern = self.job.debug.save_debug_rollout_data
         return None if pattern is None else StepRecorder(RecordedSteps(pattern), buffer, stream)
 
-    @property
-    def trains(self) -> bool:
-        return not self.job.debug.debug_rollout_only
-
-    def join(self) -> Layout:
-        return join_ranks(self.job)
-
     def rank(self, fetch: Fetch, joined: JoinedRanks) -> Built:
         """Builds the policy with its latest checkpoint, in the compute thread of every rank at once."""
         job, layout = self.job, joined.layout
@@ -202,9 +194,6 @@ class TrainerBuild:
             hashes=self.knows_checksums,
         )
 
-    def _engines_are_here(self) -> bool:
-        return not self._far_engines() and self.job.placement.rollout_placement == "local"
-
     def _far_engines(self) -> list[Address]:
         """Addresses on the way to engines of other machines."""
         if self.job.debug.trains_alone:
@@ -215,7 +204,9 @@ class TrainerBuild:
     def _host_for_engines(self) -> str:
         if far := self._far_engines():
             return host_towards(far[0])
-        return "127.0.0.1" if self._engines_are_here() else socket.gethostbyname(socket.gethostname())
+        if self.job.placement.rollout_placement == "local":
+            return "127.0.0.1"
+        return socket.gethostbyname(socket.gethostname())
 
     @property
     def knows_checksums(self) -> bool:
@@ -327,12 +318,6 @@ class TrainerBuild:
             away_seconds=self._away_seconds,
             devices=devices,
         )
-
-    def untrained(self, step: int) -> UntrainedRanks:
-        return UntrainedRanks(step, self.run_dir)
-
-    def failure_budget(self) -> FailureBudget:
-        return FailureBudget.of(self.job.rollout)
 
     def _trained_samples(self, layout: Layout) -> TrainedSamples | None:
         if not logs_samples(self.job, layout):

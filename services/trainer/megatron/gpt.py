@@ -167,7 +167,11 @@ def build_stages(
 
     The last stage answers with hidden states; log-probs are services/trainer/model/pipeline.py's.
     """
-    _require_whole_latents(architecture, config, layout)
+    if architecture.latent_attention and config.sequence_parallel and not has_transformer_engine(layout):
+        raise ConfigError(
+            f"sequence_parallel with the latent attention of {architecture.family} needs Transformer Engine, which "
+            "sums the gradients of its down-projections: install it, or leave tensor_model_parallel_size at 1"
+        )
     stages = []
     for number in range(layout.vpp_size):
         virtual = number if layout.vpp_size > 1 else None
@@ -175,7 +179,9 @@ def build_stages(
         is_last = layout.is_last_stage and number == layout.vpp_size - 1
         default = partial(_stage, architecture, config, layout, packing, virtual, is_first, is_last)
         model = default() if provider is None else provider(is_first, is_last, virtual, default)
-        stages.append(in_dtype(give_hidden_states(model), config.params_dtype).to(layout.device))
+        for parameter in model.parameters():  # Megatron makes norms in float32 unless its trainer's wrapper casts them
+            parameter.data = parameter.data.to(config.params_dtype)
+        stages.append(give_hidden_states(model).to(layout.device))
     return stages
 
 
@@ -228,13 +234,6 @@ def _activation(architecture: Architecture) -> Any:
     return silu if architecture.swiglu else partial(gelu, approximate="tanh")
 
 
-def in_dtype(model: GPTModel, dtype: torch.dtype) -> GPTModel:
-    """All parameters in one dtype: Megatron makes norms in float32 unless its trainer's wrapper casts them too."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
-
-
 def uses_segment_attention(layout: Layout, packing: Packing) -> bool:
     """Transformer Engine packs samples by itself, but knows no shared prompts and none of our context groups."""
     return not has_transformer_engine(layout) or packing == "shared_prompts" or layout.context.size > 1
@@ -263,14 +262,6 @@ def _rope_factor(architecture: Architecture) -> float:
         if getattr(scaling, name) != fixed:
             raise ConfigError(f"rope_scaling {name} {getattr(scaling, name)}: Megatron-core has only {fixed}")
     return scaling.factor
-
-
-def _require_whole_latents(architecture: Architecture, config: TransformerConfig, layout: Layout) -> None:
-    if architecture.latent_attention and config.sequence_parallel and not has_transformer_engine(layout):
-        raise ConfigError(
-            f"sequence_parallel with the latent attention of {architecture.family} needs Transformer Engine, which "
-            "sums the gradients of its down-projections: install it, or leave tensor_model_parallel_size at 1"
-        )
 
 
 Shown = tuple[Tensor, Tensor]

@@ -128,10 +128,6 @@ def without_pre_norms(layer: ModuleSpec, *, with_te: bool) -> None:
         (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).linear_fc1 = plain
 
 
-def with_marked_norms(spec: Any) -> Any:
-    return with_parts(spec, lambda _, part: MarkedNorm if part is WrappedTorchNorm else part)
-
-
 Output = tuple[Tensor, Tensor | None]
 
 
@@ -223,12 +219,6 @@ class BiasedExpert(RowParallelLinear):
         return output.clone(), bias
 
 
-def with_biased_experts(spec: Any) -> Any:
-    return with_parts(
-        spec, lambda name, part: BiasedExpert if name == "linear_fc2" and part is RowParallelLinear else part
-    )
-
-
 _EPSILON = 1e-6
 
 
@@ -280,9 +270,11 @@ def layer_specs(
         config, use_transformer_engine=with_te, normalization=architecture.normalization, vp_stage=vp_stage
     )
     if not with_te:
-        block = with_marked_norms(block)
+        block = with_parts(block, lambda _, part: MarkedNorm if part is WrappedTorchNorm else part)
         if architecture.add_bias_linear:
-            block = with_biased_experts(block)
+            block = with_parts(
+                block, lambda name, part: BiasedExpert if name == "linear_fc2" and part is RowParallelLinear else part
+            )
     if architecture.mlp_layers is not None:
         first = get_transformer_layer_offset(config, vp_stage)
         block.layer_specs = [

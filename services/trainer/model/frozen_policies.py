@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,9 +120,6 @@ class OldPolicies:
     def chunks(self) -> Iterator[ShardChunk]:
         for version, copy in self._copies.items():
             yield from copy.state(f"{_PART}{version}").chunks()
-
-    def scalars(self) -> Mapping[str, Any]:
-        return {}
 
     def restore(self, reader: CheckpointReader) -> None:
         """Keeps the versions that the checkpoint has, and no others."""

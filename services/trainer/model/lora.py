@@ -61,7 +61,7 @@ from headrace.models.family import (
 from headrace.publication import TensorSpec
 from services.trainer.collective_io import write_tensors
 from services.trainer.durable import new_folder
-from services.trainer.hugging_face.convert import Converter, Held, gathered
+from services.trainer.hugging_face.convert import Converter, Placed, gathered
 from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.shards import ModelShard, cut, merge
 from services.trainer.megatron.configs import mark_like_expert, mark_sequence_parallel, mark_tensor_parallel
@@ -511,7 +511,7 @@ class _Builder:
     """By their keys, out × in."""
     start: Start
 
-    def build(self, held: Held) -> tuple[Adapter, list[ModelShard]]:
+    def build(self, held: Placed) -> tuple[Adapter, list[ModelShard]]:
         """The adapter of one weight, and its parameters' places."""
         row, sharding = held.row, held.sharding
         wanted = [self.targets.get(tensor.key) for tensor in row.hf]
@@ -541,7 +541,7 @@ class _Builder:
         overlaps = self.config.moe_shared_expert_overlap and ".shared_experts." in row.megatron
         return row.expert is None and not overlaps
 
-    def _part(self, weight: HfTensor, held: Held, number: int) -> LowRank:
+    def _part(self, weight: HfTensor, held: Placed, number: int) -> LowRank:
         pair = self.start(weight)
         of_a, of_b = pair_shardings(held.sharding, number)
         a, b = (
@@ -556,7 +556,7 @@ class _Builder:
             mark_like_expert(parameter, held.weight)
         return part
 
-    def _shards(self, part: LowRank, held: Held, number: int) -> Iterator[ModelShard]:
+    def _shards(self, part: LowRank, held: Placed, number: int) -> Iterator[ModelShard]:
         layer = layer_name(held.row.hf[number].key)
         of_a, of_b = pair_shardings(held.sharding, number)
         for name, parameter, how in (("lora_A", part.lora_A, of_a), ("lora_B", part.lora_B, of_b)):
@@ -580,12 +580,12 @@ def _facts(lora: LoraSection, targets: Sequence[str]) -> dict[str, Any]:
     return {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets} | rank_stabilized
 
 
-def _module(model: RankModel, held: Held) -> Any:
+def _module(model: RankModel, held: Placed) -> Any:
     number, _, name = held.name.partition(".")
     return model.stages[int(number)].get_submodule(name.rpartition(".")[0])
 
 
-def _put(adapter: Adapter, linear: Any, held: Held) -> None:
+def _put(adapter: Adapter, linear: Any, held: Placed) -> None:
     """Adds it to its layer. A grouped one has weight0, weight1, …, of which the first comes first."""
     if held.name.endswith(".weight"):
         linear.add_module(_NAME, adapter)

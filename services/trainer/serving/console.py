@@ -51,9 +51,6 @@ class Requests:
     def __init__(self) -> None:
         self._waiting: list[_Request] = []
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def add(self, action: Action) -> asyncio.Future[TrainState]:
         """Returns the state that the action will have run in."""
         request = _Request(action, asyncio.get_running_loop().create_future())
@@ -66,13 +63,11 @@ class Requests:
             request = self._waiting[0]  # it stays in the list while it is served: `refuse` answers what is left
             try:
                 await request.action(ranks, state)
-            except Fenced as error:
-                self._waiting.remove(request)
-                request.done.set_exception(error)
-                raise
             except HeadraceError as error:
                 self._waiting.remove(request)
                 request.done.set_exception(error)
+                if isinstance(error, Fenced):
+                    raise
                 log.warning("request_failed", step=state.step, reason=error.reason, error=error.message)
             else:
                 self._waiting.remove(request)
@@ -104,9 +99,11 @@ class TrainerConsole:
         self._running = asyncio.Event()
         self._running.set()
         self._stopped = asyncio.Event()
-        self._leaving = False
+        self.leaving = False
+        """True once the run is to be left, to be gone on with by another start."""
         self._has_steps = True
-        self._verdict: str | None = None
+        self.verdict: str | None = None
+        """Why the run was given up; None unless it was."""
         self._waiting_since = 0.0
         self._ended = False
         self._ranks: Savable | None = None
@@ -133,18 +130,9 @@ class TrainerConsole:
         return self._stopped.is_set()
 
     @property
-    def leaving(self) -> bool:
-        """True once the run is to be left, to be gone on with by another start."""
-        return self._leaving
-
-    @property
     def goes_on(self) -> bool:
         """True where the run was left in the middle: another start goes on with it."""
-        return self._leaving and self._verdict is None and not self._status.error
-
-    @property
-    def verdict(self) -> str | None:
-        return self._verdict
+        return self.leaving and self.verdict is None and not self._status.error
 
     @contextmanager
     def phase(self, phase: pb.Phase.ValueType) -> Iterator[None]:
@@ -262,12 +250,12 @@ class TrainerConsole:
 
     def leave(self) -> None:
         """SIGTERM: a checkpoint, and nothing that a finished run does."""
-        self._leaving = True
+        self.leaving = True
         self.stop()
 
     def give_up(self, verdict: str) -> None:
         """The run cannot learn: it is left, and ends with the verdict."""
-        self._verdict = verdict
+        self.verdict = verdict
         self.leave()
 
     def _gone(self) -> HeadraceError:

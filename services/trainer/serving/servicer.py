@@ -77,7 +77,7 @@ class SingleFlight(Generic[T]):
     async def get(self, key: str, work: Callable[[], Awaitable[T]]) -> T:
         """The result of the first `work` that was given with the key and did not fail. The last `keep` are known."""
         if key not in self._tasks:
-            task = asyncio.ensure_future(_awaited(work))
+            task = asyncio.ensure_future(work())
             self._tasks[key] = task
             task.add_done_callback(lambda done: self._finished(key, done))
         return await asyncio.shield(self._tasks[key])
@@ -94,10 +94,6 @@ class SingleFlight(Generic[T]):
         done = [each for each, known in self._tasks.items() if known.done()]
         for oldest in done[: -self._keep]:
             del self._tasks[oldest]
-
-
-async def _awaited(work: Callable[[], Awaitable[T]]) -> T:
-    return await work()
 
 
 Context = Any
