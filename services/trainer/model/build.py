@@ -41,7 +41,7 @@ from services.trainer.megatron.gpt import ModelProvider
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.megatron.parallel import Layout, initialize
 from services.trainer.megatron.routing_replay import RoutingReplay
-from services.trainer.metrics import Speed, Stopwatch, peak_tflops
+from services.trainer.metrics import Speed, Stopwatch, TeacherDistance, peak_tflops
 from services.trainer.model.critic import Critic
 from services.trainer.model.frozen_policies import HostCopy, OldLogProbs, OldPolicies, frozen_policy
 from services.trainer.model.lora import Adapters, PolicyWeights, attach
@@ -242,7 +242,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
             critic=critic,
             data_hook=bound(hooks.rollout_data_postprocess_path, "rollout_data", args_of_hooks),
             before_log_prob=before_log_prob,
-            distills=job.distillation.use_opd,
+            distance=TeacherDistance(layout.device) if job.distillation.use_opd else None,
             top_p=job.rollout.rollout_top_p,
             top_k=job.rollout.rollout_top_k,
         ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -161,94 +161,78 @@ def probe_sample(vocab_size: int) -> Sample:
     )
 
 
+@dataclass(slots=True)
 class Policy:
     """The model that is trained. `hf_checkpoint` is the folder it began as.
 
     `saved` is what a checkpoint holds, and `memory` what is on the device.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        batches: BatchReader,
-        prepare: Preparation,
-        optimizer_steps: OptimizerSteps,
-        pipeline: Pipeline,
-        converter: Converter,
-        saved: SavedParts,
-        stopwatch: Stopwatch,
-        speed: Speed,
-        memory: RankMemory,
-        *,
-        adapters: Adapters | None,
-        hf_checkpoint: Path,
-        vocab_size: int,
-    ) -> None:
-        self.saved = saved
-        self.adapters = adapters
-        """What is trained beside the weights; None without LoRA."""
-        self.memory = memory
-        self.set_aside: Sequence[UnusableSample] = ()
-        """Samples of the latest step that it could not use; equal on all ranks."""
-        self.trained_ids: Sequence[str] = ()
-        """This rank's samples of the latest step."""
-        self.is_logged = False
-        """A user's function has logged the latest step's rollout; equal on all ranks."""
-        self._layout = layout
-        self._batches = batches
-        self._prepare = prepare
-        self._optimizer_steps = optimizer_steps
-        self._pipeline = pipeline
-        self._converter = converter
-        self._stopwatch = stopwatch
-        self._speed = speed
-        self._hf_checkpoint = hf_checkpoint
-        self._vocab_size = vocab_size
+    layout: Layout
+    batches: BatchReader
+    prepare: Preparation
+    optimizer_steps: OptimizerSteps
+    pipeline: Pipeline
+    converter: Converter
+    saved: SavedParts
+    stopwatch: Stopwatch
+    speed: Speed
+    memory: RankMemory
+    _: KW_ONLY
+    adapters: Adapters | None
+    hf_checkpoint: Path
+    vocab_size: int
+    set_aside: Sequence[UnusableSample] = ()
+    """Samples of the latest step that it could not use; equal on all ranks."""
+    trained_ids: Sequence[str] = ()
+    """This rank's samples of the latest step."""
+    is_logged: bool = False
+    """A user's function has logged the latest step's rollout; equal on all ranks."""
 
     def train(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> dict[str, float]:
         """The optimizer steps of one rollout step; metrics are equal on all ranks, but for times."""
-        facts = {tracing.LANE: f"rank {self._layout.rank}", tracing.STEP: step}
+        facts = {tracing.LANE: f"rank {self.layout.rank}", tracing.STEP: step}
         with tracing.span("headrace.rank", tracing.step(step), facts):
             return self._train(step, samples, fetch)
 
     def _train(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> dict[str, float]:
-        with self._stopwatch.host_part("fetch"):
-            batch = self._batches.read(step, samples, fetch)
+        with self.stopwatch.host_part("fetch"):
+            batch = self.batches.read(step, samples, fetch)
         self.set_aside, self.is_logged = batch.set_aside, batch.is_logged
-        self.trained_ids = [i for plan in batch.plans for i in plan.sample_ids(self._layout.data_rank)]
-        with self._stopwatch.part("log_probs"):
-            prepared = self._prepare(step, batch.inputs)
-        metrics = self._optimizer_steps(step, batch.plans, prepared)
-        metrics = {**batch.metrics, **metrics, **self._pipeline.distance.read(), **self._prepare.metrics()}
-        return metrics | self._speed.metrics(batch.samples, self._stopwatch.read())
+        self.trained_ids = [i for plan in batch.plans for i in plan.sample_ids(self.layout.data_rank)]
+        with self.stopwatch.part("log_probs"):
+            prepared = self.prepare(step, batch.inputs)
+        metrics = self.optimizer_steps(step, batch.plans, prepared)
+        metrics = {**batch.metrics, **metrics, **self.pipeline.distance.read(), **self.prepare.metrics()}
+        return metrics | self.speed.metrics(batch.samples, self.stopwatch.read())
 
     def take_seen(self) -> Mapping[str, SeenTokens]:
         """What the losses since the last call have seen, by sample id; nothing on ranks that write no samples."""
-        return {} if self._pipeline.record is None else self._pipeline.record.take()
+        return {} if self.pipeline.record is None else self.pipeline.record.take()
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
-        return self._batches.own_sample_ids(samples)
+        return self.batches.own_sample_ids(samples)
 
     def log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens [R] under the current weights; [] except on last-stage ranks.
 
         `temperature` absent: the rollouts'.
         """
-        return self._pipeline.response_log_probs(samples, temperature)
+        return self.pipeline.response_log_probs(samples, temperature)
 
     def probe(self) -> tuple[list[int], list[float]] | None:
         """Collective: a short sequence and its log-probs under the current weights; None except on last-stage ranks."""
-        sample = probe_sample(self._vocab_size)
+        sample = probe_sample(self.vocab_size)
         found = self.log_probs([sample], temperature=1.0)
         return (sample.tokens.tolist(), found[0].tolist()) if found else None
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (Hugging Face name, whole tensor) on senders, nothing elsewhere."""
-        if self._layout.joins_gather:
-            yield from self._converter.hf_tensors()
+        if self.layout.joins_gather:
+            yield from self.converter.hf_tensors()
 
     def hf_tensor_specs(self) -> list[TensorSpec]:
-        return self._converter.hf_tensor_specs()
+        return self.converter.hf_tensor_specs()
 
     def export(
         self,
@@ -262,4 +246,4 @@ class Policy:
         tensors, specs = self.hf_tensors(), self.hf_tensor_specs()
         if form is not None:
             tensors, specs = quantized(form, tensors), quantized_specs(form, specs)
-        export(tensors, specs, self._hf_checkpoint, folder, self._layout, file_bytes, look, write)
+        export(tensors, specs, self.hf_checkpoint, folder, self.layout, file_bytes, look, write)
