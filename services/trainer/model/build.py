@@ -52,11 +52,10 @@ from services.trainer.model.rollout_step import BatchReader, OptimizerSteps, Pre
 from services.trainer.plan.planning import ModelFlops, Planner, cost_of
 from services.trainer.plan.rows import Packing, RolloutChoices
 from services.trainer.rl.advantages import Advantages
-from services.trainer.rl.hooks import bound
+from services.trainer.rl.hooks import WholeBatchHooks, bound
 from services.trainer.rl.objective import CustomLoss, Objective, PolicyReducer, custom_correction
 from services.trainer.rl.sampling_mask import require_mask
 from services.trainer.rl.seen_tokens import LossRecord
-from services.trainer.rl.whole_batch import WholeBatchHooks
 
 _DEFAULT = "build_default"
 TRUE_ON_POLICY_BOUND = 1e-3

@@ -35,11 +35,10 @@ from services.trainer.rl.advantages import Advantages
 from services.trainer.rl.algorithms.algorithm import require
 from services.trainer.rl.algorithms.mis import LEAST_MEAN_WEIGHT, mean_weight_sums
 from services.trainer.rl.algorithms.table import algorithm
-from services.trainer.rl.hooks import changed_by
+from services.trainer.rl.hooks import BatchChanges, WholeBatchHooks, changed_by
 from services.trainer.rl.inputs import MicroInputs, StepInputs, filled, step_inputs
 from services.trainer.rl.objective import weights_of
 from services.trainer.rl.sampling_mask import lacks_mask
-from services.trainer.rl.whole_batch import BatchChanges, WholeBatchHooks
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from headrace.rpc.log import log
 from headrace.run_folder import MetricsRow, RunFolder
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample, Status
-from services.trainer.rl.whole_batch import numbers
+from services.trainer.rl.hooks import numbers
 from services.trainer.serving.report import RunReport
 from services.trainer.state import JobSchedule, TrainState
 

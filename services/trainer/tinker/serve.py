@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+
+from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.client.rollout import Rollout
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DataLoss, FailedPrecondition, ResourceExhausted
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import ContextLimit
 from headrace.models.registry import read_architecture
@@ -20,8 +24,10 @@ from headrace.rpc.http_server import EndpointServer, Gate
 from headrace.rpc.log import log
 from headrace.rpc.server import Listen
 from headrace.run_folder import RunFolder
+from headrace.trajectory import Status, pack_column, unpack_column
 from services.trainer.control.ranks import JoinedRanks, RankGroup, follow
 from services.trainer.tinker.slots import LoraSlots
+from services.trainer.tinker.work import AdamParams, Completion, ForwardBackward, LoraSpec, Losses, Sample
 
 _COMMAND_SECONDS = 3600.0
 """A request's data may be as large as a client likes."""
@@ -60,7 +66,6 @@ async def serve_tinker(
         from services.trainer.tinker.wire import TinkerWire
     except ImportError as error:
         raise ConfigError(f"Tinker's API needs its package: pip install 'headrace[tinker]' ({error})") from error
-    from services.trainer.tinker.backends import TinkerEngines, TinkerRanks
     from services.trainer.tinker.checkpoints import Checkpoints
     from services.trainer.tinker.journal import Journal
     from services.trainer.tinker.service import Tinker
@@ -125,3 +130,84 @@ def names_of(job: Job) -> list[str]:
         str(job.model.hf_checkpoint),
     )
     return list(dict.fromkeys(name for name in given if name))
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TinkerRanks:
+    """All ranks as one. A command that takes longer than `seconds` has lost a rank."""
+
+    def __init__(self, group: RankGroup[LoraSlots], *, seconds: float) -> None:
+        self._group = group
+        self._seconds = seconds
+
+    async def create(self, model_id: str, spec: LoraSpec) -> None:
+        await self._all(LoraSlots.create, model_id, spec)
+
+    async def load(self, model_id: str, spec: LoraSpec, file: Path, *, optimizer: bool) -> None:
+        for refusal in await self._all(LoraSlots.refusal, str(file)):
+            raise DataLoss(refusal)
+        await self._all(LoraSlots.load, model_id, spec, str(file), optimizer)
+
+    async def drop(self, model_id: str) -> None:
+        await self._all(LoraSlots.drop, model_id)
+
+    async def compute(self, model_id: str, work: ForwardBackward) -> Losses:
+        parts = await self._all(LoraSlots.compute, model_id, work.data, work.loss_fn, work.settings, work.backward)
+        log_probs = {number: row for part in parts for number, row in part.log_probs.items()}
+        return Losses([log_probs[number] for number in range(len(work.data))], sum(part.loss for part in parts))
+
+    async def step(self, model_id: str, params: AdamParams) -> float:
+        norm = (await self._all(LoraSlots.step, model_id, params))[0]
+        if not np.isfinite(norm):
+            raise FailedPrecondition(
+                f"the gradient's norm is {norm}: the step was left out, and its gradients are dropped. Lower the "
+                "learning rate, or look for log-probs that are far apart"
+            )
+        return norm
+
+    async def save(self, model_id: str, file: Path) -> None:
+        for refusal in await self._all(LoraSlots.save, model_id, str(file)):
+            raise ResourceExhausted(refusal)
+
+    async def save_adapter(self, model_id: str, folder: Path) -> None:
+        for refusal in await self._all(LoraSlots.save_adapter, model_id, str(folder)):
+            raise ResourceExhausted(refusal)
+
+    def _all(
+        self,
+        method: Callable[Concatenate[LoraSlots, P], R | None],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Awaitable[list[R]]:
+        return self._group.gather(self._seconds, method, *args, **kwargs)
+
+
+class TinkerEngines:
+    def __init__(self, rollout: Rollout, *, seconds: float) -> None:
+        self._rollout = rollout
+        self._seconds = seconds
+
+    async def sample(self, adapter: Path | None, work: Sample) -> tuple[Sequence[Completion], Sequence[float] | None]:
+        request = rollout_pb2.GenerateRequest(
+            tokens=pack_column("tokens", np.asarray(work.prompt, dtype=np.int32)),
+            sampling=work.sampling,
+            return_tokens=True,
+            n=work.num_samples,
+            adapter_path="" if adapter is None else str(adapter),
+            prompt_log_probs=work.prompt_log_probs,
+        )
+        tokens: defaultdict[int, list[int]] = defaultdict(list)
+        log_probs: defaultdict[int, list[float]] = defaultdict(list)
+        stopped: dict[int, bool] = {}
+        prompt: list[float] | None = [] if work.prompt_log_probs else None
+        async for reply in self._rollout.generate(request, deadline_seconds=self._seconds):
+            tokens[reply.index] += unpack_column(reply.tokens).tolist()
+            log_probs[reply.index] += unpack_column(reply.log_probs).tolist()
+            if reply.status:
+                stopped[reply.index] = reply.status == Status.COMPLETED.number
+            if reply.HasField("prompt_log_probs"):
+                prompt = unpack_column(reply.prompt_log_probs).tolist()
+        return [Completion(tokens[i], log_probs[i], stopped[i]) for i in range(work.num_samples)], prompt
