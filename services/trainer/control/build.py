@@ -32,8 +32,8 @@ from services.trainer.control.ranks import JoinedRanks, RankGroup, TrainerRanks
 from services.trainer.control.senders import AdapterWriter, Sender, WeightSender, WeightWriter
 from services.trainer.control.transport import transport_of
 from services.trainer.control.worker import RankWorker
-from services.trainer.data.buffer import RecordedBuffer, StepRecorder, TrainerBuffer
-from services.trainer.data.samples import Fetch, TrainedSamples
+from services.trainer.data.buffer import RecordedBuffer, StepRecorder, TrainerBuffer, TrainingRecord
+from services.trainer.data.samples import Fetch, SkippedSamples, TrainedSamples
 from services.trainer.durable import remove
 from services.trainer.gpu_sharing import OwnDevices, SharedDevices, clear
 from services.trainer.loop import Devices
@@ -275,7 +275,8 @@ class TrainerBuild:
             if rollout is None or not self.job.asks_engines
             else self._publisher(group, built, rollout, devices),
             console,
-            self.run_dir,
+            TrainingRecord(self.run_dir / "trained.jsonl"),
+            SkippedSamples(self.run_dir / "set_aside.jsonl"),
             built.checkpoints,
             restored_step=built.restored_step,
             num_steps=self.job.rollout.num_rollout,

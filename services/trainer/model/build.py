@@ -41,7 +41,7 @@ from services.trainer.megatron.gpt import ModelProvider
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.megatron.parallel import Layout, initialize
 from services.trainer.megatron.routing_replay import RoutingReplay
-from services.trainer.metrics import Speed, Stopwatch, TeacherDistance, peak_tflops
+from services.trainer.metrics import LogProbDistance, Speed, Stopwatch, TeacherDistance, peak_tflops
 from services.trainer.model.critic import Critic
 from services.trainer.model.frozen_policies import HostCopy, OldLogProbs, OldPolicies, frozen_policy
 from services.trainer.model.lora import Adapters, PolicyWeights, attach
@@ -330,9 +330,10 @@ def _pipeline(
         TokenHead(model.stages[-1], layout),
         objective_of(job),
         layout,
-        job.rollout.rollout_temperature,
+        job.rollout.rollout_temperature or 1.0,  # greedy rollouts have no temperature to divide by
         model.packing,
         stopwatch,
+        LogProbDistance(layout.device),
         agreement_bound=TRUE_ON_POLICY_BOUND if job.train.true_on_policy_mode else None,
         vision=architecture.vision,
         record=LossRecord(is_policy_loss=job.train.loss_type != "sft_loss") if logs_samples(job, layout) else None,

@@ -117,15 +117,6 @@ _UNREAD = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "round_nu
 """Keys that slime's conversions give as well, and that the trainer has from the samples."""
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """Values by sample id; `masks` (uint8 [R]) and `log_probs` (float32 [R]) only of samples where they differ."""
-
-    rewards: dict[str, float]
-    masks: dict[str, bytes]
-    log_probs: dict[str, bytes]
-
-
 class TrainData:
     """`f(args, samples) -> dict` of lists, one entry a sample: `rewards`, and `loss_masks` and `rollout_log_probs`.
 
@@ -137,7 +128,7 @@ class TrainData:
         self._hook = trainer_hook(path, "train_data")
         self._args = args
 
-    def __call__(self, samples: Sequence[Sample], seen: Sequence[HookSample]) -> Converted:
+    def __call__(self, samples: Sequence[Sample], seen: Sequence[HookSample]) -> BatchChanges:
         """Raises InvalidArgument for what cannot be trained on, naming the key and the sample."""
         made = self._hook.target(self._args, list(seen))
         if not isinstance(made, Mapping):
@@ -151,7 +142,7 @@ class TrainData:
             if (key in made or key == "rewards") and _length(made.get(key)) != len(samples):
                 raise self._refused(f"must return {key} as a list of {len(samples)}, one entry a sample")
         self._require_equal(made, samples)
-        return Converted(
+        return BatchChanges(
             rewards={s.sample_id: self._reward(s, made["rewards"][n]) for n, s in enumerate(samples)},
             masks=self._changed(made, "loss_masks", samples),
             log_probs=self._changed(made, "rollout_log_probs", samples),
