@@ -117,7 +117,7 @@ async def retry_while_full(
     """
     errors: list[DiskFull] = []
 
-    async def attempt(_: float) -> None:
+    async def attempt(seconds_left: float) -> None:
         try:
             await asyncio.to_thread(write)
         except OSError as error:
@@ -129,7 +129,7 @@ async def retry_while_full(
                     "by itself; or stop the run, move its folder to a larger disk, and repeat the command"
                 )
             )
-            if len(errors) == 1:
+            if len(errors) == 1 and seconds_left > 0:
                 log.error("disk_full", message=errors[0].message)
             raise errors[0] from error
 
