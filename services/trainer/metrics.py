@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -150,24 +151,24 @@ def peak_of(device_name: str) -> float | None:
     return next((peak for name, peak in _PEAK_TFLOPS.items() if name in device_name), None)
 
 
+@dataclass(frozen=True, slots=True)
 class Speed:
     """Operations are the model's own: each sample counts as a sequence of its own, trained once."""
 
-    def __init__(self, flops: ModelFlops, world_size: int, peak: float | None) -> None:
-        self._flops = flops
-        self._world_size = world_size
-        self._peak = peak
+    flops: ModelFlops
+    world_size: int
+    peak: float | None
 
     def metrics(self, samples: Sequence[SampleFacts], seconds: Mapping[str, float]) -> dict[str, float]:
         """Metrics from this rank's seconds by part: fetch, log_probs, forward, forward_backward, optimizer, critic."""
         seconds = defaultdict(float, seconds)
         steps = seconds["forward_backward"] + seconds["optimizer"]
         lengths = [(s.prompt_length + s.response_length, s.response_length) for s in samples]
-        tflops = self._flops.training(lengths) / max(steps, 1e-9) / self._world_size / 1e12
+        tflops = self.flops.training(lengths) / max(steps, 1e-9) / self.world_size / 1e12
         tokens_per_second = sum(tokens for tokens, _ in lengths) / max(seconds["log_probs"] + steps, 1e-9)
         found = {
             "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_rank": tokens_per_second / self._world_size,
+            "tokens_per_second_per_rank": tokens_per_second / self.world_size,
             "tflops_per_rank": tflops,
             "time/fetch_seconds": seconds["fetch"],
             "time/log_probs_seconds": seconds["log_probs"],
@@ -177,7 +178,7 @@ class Speed:
         }
         if "critic" in seconds:
             found["time/critic_seconds"] = seconds["critic"]
-        return found if self._peak is None else found | {"mfu": tflops / self._peak}
+        return found if self.peak is None else found | {"mfu": tflops / self.peak}
 
 
 class Stopwatch:

@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Protocol
@@ -38,7 +38,7 @@ from headrace.limits import object_of_line
 from headrace.models.torch_dist import is_torch_dist
 from headrace.rpc.log import log
 from headrace.run_folder import step_of
-from services.trainer.checkpoint.manifest import Manifest, RankFile, ShardChunk, versions
+from services.trainer.checkpoint.manifest import RANK_FILE, Manifest, RankFile, ShardChunk, versions
 from services.trainer.checkpoint.resharding import RANDOM, CheckpointReader, all_true
 from services.trainer.collective_io import CollectiveIO
 from services.trainer.durable import make_folder, put_in_place, remove
@@ -178,8 +178,8 @@ class Checkpoints:
     ) -> None:
         work = CollectiveIO(self._layout.files_group)
         try:
-            files = work.gather(work.do(lambda: RankFile.write(draft, self._layout.rank, chunks)).to_json())
-            ranks = [RankFile.from_json(text) for text in files]
+            file = work.do(lambda: RankFile.write(draft, self._layout.rank, chunks))
+            ranks = [RANK_FILE.validate_json(text) for text in work.gather(json.dumps(asdict(file)))]
             work.do(lambda: self._finish(draft, ranks, scalars, state, scored_by))
         except HeadraceError:
             if self._layout.rank == 0:

@@ -114,13 +114,6 @@ class RankFile:
         sync(path)
         return cls(path.name, FileFacts(path.stat().st_size, crc32(path)), places)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RankFile:
-        return _RANK_FILE.validate_json(text)
-
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -191,7 +184,7 @@ class Manifest:
             raise DataLoss(f"{folder}/{_NAME} names files that it does not list: {', '.join(sorted(unknown))}")
 
 
-_MANIFEST, _RANK_FILE = TypeAdapter(Manifest), TypeAdapter(RankFile)
+_MANIFEST, RANK_FILE = TypeAdapter(Manifest), TypeAdapter(RankFile)
 
 
 def versions() -> dict[str, str]:

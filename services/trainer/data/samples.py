@@ -9,7 +9,6 @@ by `SkippedSamples`, so that a step that is run again sets the same samples asid
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import DataLoss, HeadraceError, InvalidArgument, NotFound
+from headrace.limits import object_of_line
 from headrace.rpc.log import log
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample
@@ -216,16 +216,9 @@ class SkippedSamples:
 
 def _read(path: Path) -> dict[str, str]:
     """Lines that a kill has cut are left out: their step was not trained."""
-    if not path.exists():
-        return {}
-    found: dict[str, str] = {}
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            found[row["sample_id"]] = row["message"]
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    rows = [row for row in map(object_of_line, lines) if row]
+    return {row["sample_id"]: row["message"] for row in rows}
 
 
 class SamplesRead:
@@ -271,7 +264,12 @@ class TrainedSamples:
     def _write(
         self, step: int, answers: Sequence[Answer], seen: Mapping[str, SeenTokens], shown: Collection[str]
     ) -> None:
-        answers = [_with_advantage(answer, seen.get(answer.sample_id)) for answer in answers]
+        answers = [
+            replace(answer, advantage=known.advantage, log_prob_gap=known.log_prob_gap)
+            if (known := seen.get(answer.sample_id))
+            else answer
+            for answer in answers
+        ]
         columns = [one.columns() for sample_id, one in seen.items() if sample_id in shown]
         try:
             written = self._log.write_step(step, self._rank, answers, self._max_bytes)
@@ -281,7 +279,3 @@ class TrainedSamples:
             return
         if written < len(answers):
             log.warning("samples_cut", step=step, written=written, of=len(answers), sample_log_bytes=self._max_bytes)
-
-
-def _with_advantage(answer: Answer, seen: SeenTokens | None) -> Answer:
-    return answer if seen is None else replace(answer, advantage=seen.advantage, log_prob_gap=seen.log_prob_gap)

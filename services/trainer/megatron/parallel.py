@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -192,7 +191,6 @@ def initialize(
         # Where each process sees only its own GPU (Ray, Slurm with --gpus-per-task), it is number 0.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     else:
-        refuse_gpu_only(args)
         refuse_divided_experts(args)
         cpu_adapter.install()
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
@@ -244,7 +242,7 @@ def initialize(
 def _seed(seed: int, device: torch.device) -> None:
     """Seeds the random numbers of hooks: nothing of ours draws any. A checkpoint brings its own states instead."""
     random.seed(seed)
-    numpy.random.seed(seed % _NUMPYS_SEEDS)
+    np.random.seed(seed % _NUMPYS_SEEDS)
     torch.manual_seed(seed)
     if device.type == "cuda":
         from megatron.core import tensor_parallel
@@ -279,12 +277,6 @@ def _require_room_for_experts(args: MegatronArgs, world_size: int) -> None:
             f"{within} tensor ranks × pipeline_model_parallel_size {args.pipeline_model_parallel_size}: use a multiple "
             f"of {needed}"
         )
-
-
-def refuse_gpu_only(args: MegatronArgs) -> None:
-    """Raises ConfigError for what Megatron-core does only on a GPU."""
-    if flags := args.needs_gpu():
-        raise ConfigError(f"{', '.join(flags)} needs a GPU, and mostly Transformer Engine: leave it out on a CPU")
 
 
 def refuse_divided_experts(args: MegatronArgs) -> None:

@@ -47,7 +47,7 @@ from services.trainer.model.frozen_policies import HostCopy, OldLogProbs, OldPol
 from services.trainer.model.lora import Adapters, PolicyWeights, attach
 from services.trainer.model.memory import RankMemory, TrainedModel
 from services.trainer.model.pipeline import Pipeline, Runner, TokenHead
-from services.trainer.model.policy import POLICY, Policy, SavedParts, start_from
+from services.trainer.model.policy import POLICY, Policy, SavedParts, model_facts, start_from
 from services.trainer.model.rollout_step import BatchReader, OptimizerSteps, Preparation, teacher_log_probs
 from services.trainer.plan.planning import ModelFlops, Planner, cost_of
 from services.trainer.plan.rows import Packing, RolloutChoices
@@ -300,19 +300,14 @@ def model_of(
     initial = job.checkpoint.initial_megatron_checkpoint
     of_megatron = [path for path in (initial, job.checkpoint.load) if path is not None and is_torch_dist(path)]
     model.converter.load(of_megatron[0] if of_megatron else job.model.hf_checkpoint)
-    adapters = _adapters(job, architecture, model, layout)
+    adapters = None
+    if job.lora.lora_rank is not None:
+        adapters = attach(model, architecture, layout, job.lora, job.run.seed)
+        model.converter.add_deltas(adapters.deltas())
     if initial is not None and not of_megatron:
         start_from(opened(initial, layout), model.converter.shards(), adapters)
     choose_trainable(model.stages, job.train, layout)
     return model, adapters
-
-
-def _adapters(job: Job, architecture: Architecture, model: RankModel, layout: Layout) -> Adapters | None:
-    if job.lora.lora_rank is None:
-        return None
-    adapters = attach(model, architecture, layout, job.lora, job.run.seed)
-    model.converter.add_deltas(adapters.deltas())
-    return adapters
 
 
 def _pipeline(
@@ -415,7 +410,7 @@ def _saved(
     if reference is not None and job.train.ref_update_interval is not None:
         models.append(reference.state("reference"))
     others: Sequence[RandomState | OldPolicies] = [RandomState(layout.rank), *([old_policies] if old_policies else [])]
-    return SavedParts(architecture, models, others, weights.adapters)
+    return SavedParts(model_facts(architecture, weights.adapters), models, others)
 
 
 def _policy_steps(job: Job) -> int:

@@ -498,7 +498,9 @@ def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: L
     # Engines multiply by alpha / R, whatever use_rslora says.
     alpha = scale_of(lora) * (lora.lora_rank or 0)
     served = _peft_config(Path(), lora, layers) | {"lora_alpha": alpha, "use_rslora": False}
-    facts = _facts(lora, adapted_names(architecture, lora.lora_target_modules))
+    targets_by_name = adapted_names(architecture, lora.lora_target_modules)
+    facts = {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets_by_name}
+    facts |= {"use_rslora": True} if lora.lora_use_rslora else {}
     return Adapters(by_weight, shards, facts, served, partial(_peft_name, architecture=architecture))
 
 
@@ -573,11 +575,6 @@ def _start(architecture: Architecture, lora: LoraSection, seed: int) -> Start:
     if lora.lora_load is None:
         return InitialPairs(lora.lora_rank, lora.lora_init, seed)
     return PeftFolder(lora.lora_load, architecture, lora)
-
-
-def _facts(lora: LoraSection, targets: Sequence[str]) -> dict[str, Any]:
-    rank_stabilized = {"use_rslora": True} if lora.lora_use_rslora else {}
-    return {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets} | rank_stabilized
 
 
 def _module(model: RankModel, held: Placed) -> Any:

@@ -44,32 +44,26 @@ _MODEL = "model"
 _LORA = "lora"
 
 
+@dataclass(frozen=True, slots=True)
 class SavedParts:
-    """One rank's share of a checkpoint. `models` have scalars; `others` are kept beside them."""
+    """One rank's share of a checkpoint of the model with these `facts`. `others` have no scalars."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        models: Sequence[ModelState],
-        others: Sequence[RandomState | OldPolicies],
-        adapters: Adapters | None = None,
-    ) -> None:
-        self._facts = model_facts(architecture, adapters)
-        self._models = models
-        self._parts: Sequence[ModelState | RandomState | OldPolicies] = [*models, *others]
+    facts: Mapping[str, Any]
+    models: Sequence[ModelState]
+    others: Sequence[RandomState | OldPolicies]
 
     def chunks(self) -> Iterator[ShardChunk]:
-        for part in self._parts:
+        for part in (*self.models, *self.others):
             yield from part.chunks()
 
     def scalars(self) -> dict[str, Any]:
-        scalars = {name: value for model in self._models for name, value in model.scalars().items()}
-        return {_MODEL: self._facts} | scalars
+        scalars = {name: value for model in self.models for name, value in model.scalars().items()}
+        return {_MODEL: self.facts} | scalars
 
     def restore(self, reader: CheckpointReader) -> None:
         """Restores this share bit for bit, whatever layout wrote it. Raises DataLoss unless it is of this model."""
-        require_same_model(reader, self._facts)
-        for part in self._parts:
+        require_same_model(reader, self.facts)
+        for part in (*self.models, *self.others):
             part.restore(reader)
 
 

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -227,11 +228,14 @@ class Trackers:
             thread.put(step, lambda tracker: tracker.log(step, metrics))
 
     def log_rollouts(self, step: int, samples: SampleLog) -> None:
-        rollouts = _Rollouts(samples, step)
+
+        @cache
+        def chosen() -> Sequence[Answer]:
+            return spread(list(samples.of_step(step)), MAX_ROLLOUTS)
 
         def call(tracker: Tracker) -> None:
-            if chosen := rollouts.chosen():
-                tracker.log_rollouts(step, chosen)
+            if rollouts := chosen():
+                tracker.log_rollouts(step, rollouts)
 
         for thread in self._threads:
             thread.put(step, call)
@@ -330,22 +334,6 @@ class TrackerThread:
             is_first = self._num_missed == 1
         if is_first:
             log.warning("tracker_failed", tracker=self._name, error=reason, kept="metrics.jsonl has every row")
-
-
-class _Rollouts:
-    """The rollouts of one step, read once, by the thread of the first tracker that wants them."""
-
-    def __init__(self, samples: SampleLog, step: int) -> None:
-        self._samples = samples
-        self._step = step
-        self._lock = Lock()
-        self._chosen: Sequence[Answer] | None = None
-
-    def chosen(self) -> Sequence[Answer]:
-        with self._lock:
-            if self._chosen is None:
-                self._chosen = spread(list(self._samples.of_step(self._step)), MAX_ROLLOUTS)
-            return self._chosen
 
 
 def spread(answers: Sequence[Answer], most: int) -> Sequence[Answer]:
