@@ -54,56 +54,52 @@ class Readable:
     """Found bad now, equal on all ranks."""
 
 
-class SampleReader:
-    """`own` says which samples of a batch are this rank's, `check` raises InvalidArgument for one it cannot use."""
+def read_samples(
+    samples: Sequence[SampleFacts],
+    fetch: FetchSamples,
+    own: Callable[[Sequence[SampleFacts]], Sequence[str]],
+    check: Callable[[Sample], None],
+    layout: Layout,
+) -> Readable:
+    """Collective over all ranks: until nobody finds another bad sample.
 
-    def __init__(
-        self, own: Callable[[Sequence[SampleFacts]], Sequence[str]], check: Callable[[Sample], None], layout: Layout
-    ) -> None:
-        self._own = own
-        self._check = check
-        self._layout = layout
-
-    def read(self, samples: Sequence[SampleFacts], fetch: FetchSamples) -> Readable:
-        found: dict[str, Sample] = {}
-        set_aside: list[UnusableSample] = []
-        while True:
-            bad = self._agreed(self._read_own(samples, fetch, found))
-            if not bad:
-                return Readable(samples, found, set_aside)
-            set_aside += bad.values()
-            samples = [s.without(bad[s.sample_id].message) if s.sample_id in bad else s for s in samples]
-
-    def _read_own(
-        self, samples: Sequence[SampleFacts], fetch: FetchSamples, found: dict[str, Sample]
-    ) -> list[UnusableSample]:
-        """Returns the bad samples; puts the others into `found`."""
+    `own` says which samples of a batch are this rank's, `check` raises InvalidArgument for one it cannot use.
+    """
+    found: dict[str, Sample] = {}
+    set_aside: list[UnusableSample] = []
+    while True:
         facts = {sample.sample_id: sample for sample in samples}
-        wanted = [sample_id for sample_id in self._own(samples) if sample_id not in found]
-        read = [self._used(one, facts) for one in fetch(wanted)]
+        wanted = [sample_id for sample_id in own(samples) if sample_id not in found]
+        read = [_checked(one, facts, check) for one in fetch(wanted)]
         found.update((one.sample_id, one) for one in read if isinstance(one, Sample))
-        return [one for one in read if isinstance(one, UnusableSample)]
+        bad = _agreed([one for one in read if isinstance(one, UnusableSample)], layout)
+        if not bad:
+            return Readable(samples, found, set_aside)
+        set_aside += bad.values()
+        samples = [s.without(bad[s.sample_id].message) if s.sample_id in bad else s for s in samples]
 
-    def _used(self, one: Read, facts: Mapping[str, SampleFacts]) -> Read:
-        if isinstance(one, UnusableSample):
-            return one
-        try:
-            _check_facts(one, facts[one.sample_id])
-            self._check(one)
-        except InvalidArgument as error:
-            return UnusableSample(one.sample_id, error.reason, error.message)
+
+def _checked(one: Read, facts: Mapping[str, SampleFacts], check: Callable[[Sample], None]) -> Read:
+    if isinstance(one, UnusableSample):
         return one
+    try:
+        _check_facts(one, facts[one.sample_id])
+        check(one)
+    except InvalidArgument as error:
+        return UnusableSample(one.sample_id, error.reason, error.message)
+    return one
 
-    def _agreed(self, mine: Sequence[UnusableSample]) -> dict[str, UnusableSample]:
-        """The bad samples of all ranks, by id; most steps have none, and that is one number to agree on."""
-        for one in mine:
-            log.error("sample_set_aside", sample_id=one.sample_id, reason=one.reason, message=one.message)
-        count = torch.tensor([len(mine)], device=self._layout.device)
-        dist.all_reduce(count)
-        if not int(count):
-            return {}
-        rows = gathered([[one.sample_id, one.reason, one.message] for one in mine], self._layout)
-        return {row[0]: UnusableSample(*row) for of_rank in rows for row in of_rank}
+
+def _agreed(mine: Sequence[UnusableSample], layout: Layout) -> dict[str, UnusableSample]:
+    """The bad samples of all ranks, by id; most steps have none, and that is one number to agree on."""
+    for one in mine:
+        log.error("sample_set_aside", sample_id=one.sample_id, reason=one.reason, message=one.message)
+    count = torch.tensor([len(mine)], device=layout.device)
+    dist.all_reduce(count)
+    if not int(count):
+        return {}
+    rows = gathered([[one.sample_id, one.reason, one.message] for one in mine], layout)
+    return {row[0]: UnusableSample(*row) for of_rank in rows for row in of_rank}
 
 
 def all_readable(read: Sequence[Read]) -> list[Sample]:

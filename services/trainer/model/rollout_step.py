@@ -20,7 +20,7 @@ from headrace.errors import InvalidArgument
 from headrace.job.schema.training import TrainSection
 from headrace.models.architecture import Vision
 from headrace.trajectory import TEACHER_LOG_PROBS, Sample
-from services.trainer.data.samples import FetchSamples, SampleReader, UnusableSample, all_readable
+from services.trainer.data.samples import FetchSamples, UnusableSample, all_readable, read_samples
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.routing_replay import Routing
@@ -57,50 +57,38 @@ class RolloutBatch:
     """A user's function has logged the rollout"""
 
 
+@dataclass(frozen=True, slots=True)
 class BatchReader:
     """`check` raises InvalidArgument for a sample that this model and this job cannot be trained on."""
 
-    def __init__(
-        self,
-        config: TrainSection,
-        planner: Planner,
-        check: Callable[[Sample], None],
-        layout: Layout,
-        packing: Packing,
-        *,
-        hooks: WholeBatchHooks | None,
-        choices: RolloutChoices | None,
-        vision: Vision | None = None,
-    ) -> None:
-        self._config = config
-        self._algorithm = algorithm(config)
-        self._steps_per_rollout = config.num_steps_per_rollout or 1
-        self._planner = planner
-        self._reader = SampleReader(self.own_sample_ids, check, layout)
-        self._layout = layout
-        self._packing = packing
-        self._hooks = hooks
-        self._choices = choices
-        self._vision = vision
+    config: TrainSection
+    planner: Planner
+    check: Callable[[Sample], None]
+    layout: Layout
+    packing: Packing
+    _: KW_ONLY
+    hooks: WholeBatchHooks | None
+    choices: RolloutChoices | None
+    vision: Vision | None = None
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
         """The ids of the samples that `read` will fetch on this rank, in that order."""
-        plans = self._planner.plan(samples, self._steps_per_rollout)
-        return [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.data_rank)]
+        plans = self.planner.plan(samples, self.config.num_steps_per_rollout or 1)
+        return [sample_id for plan in plans for sample_id in plan.sample_ids(self.layout.data_rank)]
 
     def read(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> RolloutBatch:
         """Collective: fetches this rank's samples, and puts them onto its device."""
-        read = self._reader.read(samples, fetch)
+        read = read_samples(samples, fetch, self.own_sample_ids, self.check, self.layout)
         changes = BatchChanges()
-        if self._hooks is not None:
-            changes = self._hooks(step, read.samples, lambda sample_ids: all_readable(fetch(sample_ids)))
+        if self.hooks is not None:
+            changes = self.hooks(step, read.samples, lambda sample_ids: all_readable(fetch(sample_ids)))
         facts = [changes.of_facts(sample) for sample in read.samples]
         own = {sample_id: changes.of_sample(sample) for sample_id, sample in read.own.items()}
-        rewards = changes.reward_of_each(facts) or self._algorithm.rewards(facts)
-        plans = self._planner.plan(facts, self._steps_per_rollout)
-        how = (self._config, self._layout, self._packing, self._choices, self._vision)
+        rewards = changes.reward_of_each(facts) or algorithm(self.config).rewards(facts)
+        plans = self.planner.plan(facts, self.config.num_steps_per_rollout or 1)
+        how = (self.config, self.layout, self.packing, self.choices, self.vision)
         inputs = [step_inputs(plan, step, facts, rewards, own, *how) for plan in plans]
-        metrics = {**changes.metrics, **accepted_drafts(read.own.values(), self._layout.device)}
+        metrics = {**changes.metrics, **accepted_drafts(read.own.values(), self.layout.device)}
         return RolloutBatch(facts, read.set_aside, plans, inputs, metrics, changes.is_logged)
 
 
