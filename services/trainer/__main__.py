@@ -79,7 +79,7 @@ async def run_rank0(
         await group.gather(FILES_TIMEOUT.total_seconds(), RankWorker.leave)
 
     try:
-        if not build.job.debug.debug_rollout_only:
+        if build.trains:
             await build.clear_devices(rollout)
             joined = await join(partial(join_ranks, build.job), compute)
             await joined.channel.guard(train())

@@ -140,6 +140,11 @@ class TrainerBuild:
         pattern = self.job.debug.save_debug_rollout_data
         return None if pattern is None else StepRecorder(RecordedSteps(pattern), buffer, stream)
 
+    @property
+    def trains(self) -> bool:
+        """False where the run only generates."""
+        return not self.job.debug.debug_rollout_only
+
     def rank(self, fetch: Fetch, joined: JoinedRanks) -> Built:
         """Builds the policy with its latest checkpoint, in the compute thread of every rank at once."""
         job, layout = self.job, joined.layout
