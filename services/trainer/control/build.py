@@ -338,6 +338,6 @@ def schedule_of(job: Job, num_steps: int | None = None) -> JobSchedule:
         num_steps or job.rollout.num_rollout,
         publish_every=job.publish.update_weights_interval,
         save_every=job.checkpoint.save_interval,
-        evaluation=job.eval,
-        eval_sets=eval_sets(job.eval),
+        eval_every={each.name: each.interval or job.eval.eval_interval for each in eval_sets(job.eval)},
+        evaluates_first=not job.eval.skip_eval_before_train,
     )

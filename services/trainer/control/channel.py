@@ -137,7 +137,6 @@ class Channel:
         self._loop.call_soon_threadsafe(self._write, frame(message))
 
     async def next_order(self) -> Order:
-        """Rank 0's next order."""
         return await self._orders.get()
 
     def expect(self, number: int, decode: Callable[[msgspec.Raw], R]) -> list[asyncio.Future[R]]:

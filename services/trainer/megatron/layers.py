@@ -65,7 +65,6 @@ class ZeroCentredNorm(torch.nn.RMSNorm):
     """Multiplies by 1 + weight, in float32 at least."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """In the type of the tokens."""
         exact = torch.promote_types(tokens.dtype, torch.float32)
         weight = 1.0 + self.weight.to(exact)
         return rms_norm(tokens.to(exact), self.normalized_shape, weight, self.eps).to(tokens.dtype)

@@ -120,7 +120,6 @@ class LowRank(nn.Module):
 
 
 def pair_shapes(weight: HfTensor, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shapes of A and B for a layer with this weight."""
     size_out, size_in = weight.shape
     return (rank, size_in), (size_out, rank)
 
@@ -195,7 +194,6 @@ class ExpertAdapters(nn.ModuleList):
 
 
 def is_row_parallel(sharding: Sharding) -> bool:
-    """True where tensor ranks divide the layer's input."""
     return isinstance(sharding, Transposed) or (isinstance(sharding, Split) and sharding.dim == 1)
 
 
@@ -435,7 +433,6 @@ class Adapters:
     """A shard's key → the name in peft's file."""
 
     def deltas(self) -> dict[str, Callable[[], Tensor]]:
-        """Returns what is added to each weight that leaves, in float32."""
         return {name: adapter.delta for name, adapter in self.by_weight.items()}
 
     def weights(self) -> dict[str, Tensor]:
@@ -457,7 +454,6 @@ class Adapters:
         ]
 
     def fold_into(self, weights: Mapping[str, Tensor]) -> None:
-        """Adds the adapters to the weights themselves, for good."""
         with torch.no_grad():
             for name, adapter in self.by_weight.items():
                 weights[name].copy_(weights[name].float() + adapter.delta())

@@ -238,7 +238,6 @@ class SampleImages:
 
     @cached_property
     def digest(self) -> bytes:
-        """Names these images among others."""
         return hashlib.sha256(self.grids.tobytes() + self.pixels.tobytes()).digest()
 
 

@@ -80,7 +80,6 @@ class LossRecord:
         self._inputs.append((inputs.micro, inputs.trainer_log_probs))
 
     def take(self) -> dict[str, SeenTokens]:
-        """Returns what was added since the last call, by sample id."""
         inputs, self._inputs = self._inputs, []
         return {seen.sample.sample_id: seen for micro, log_probs in inputs for seen in self._seen(micro, log_probs)}
 

@@ -137,7 +137,6 @@ def new_figure(points: Sequence[Point], path: Path, size: tuple[float, float]) -
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes the PNG, whole or not at all."""
     with atomic_write(path) as draft:
         figure.savefig(draft, dpi=110)
 

@@ -59,7 +59,6 @@ class Checkpoints:
         return folder
 
     def describe(self, path: TinkerPath, about: About) -> None:
-        """Makes the checkpoint one that can be used."""
         draft = self.folder(path) / f".{_ABOUT}"
         draft.write_bytes(msgspec.json.encode(about))
         draft.rename(self.folder(path) / _ABOUT)

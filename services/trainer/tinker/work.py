@@ -121,8 +121,6 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Replaces the model by a checkpoint."""
-
     path: TinkerPath
     optimizer: bool
 
