@@ -223,7 +223,8 @@ class Checkpoints:
     def _prune(self) -> None:
         """A checkpoint is safe by now, so what cannot be removed stays."""
         found = {manifest.step: folder for folder, manifest in reversed(whole_checkpoints(self._folder))}
-        doubles = [p for p in self._folder.glob(f"{_PREFIX}*{_REPLACED}*") if _successor(p).exists()]
+        replaced = self._folder.glob(f"{_PREFIX}*{_REPLACED}*")
+        doubles = [path for path in replaced if path.with_name(path.name.partition(_REPLACED)[0]).exists()]
         try:
             for folder in (*doubles, *(found[step] for step in superfluous(self._config, self._metrics_file, found))):
                 if folder.is_symlink():
@@ -312,11 +313,6 @@ def _require_same(folder: Path, steps_of_ranks: list[str]) -> None:
                 f"ranks see different checkpoints under {folder} (rank 0 steps {steps_of_ranks[0]}, rank {rank} "
                 f"{steps}): use a folder that all machines share"
             )
-
-
-def _successor(replaced: Path) -> Path:
-    """The folder that took its place, or was about to."""
-    return replaced.with_name(replaced.name.partition(_REPLACED)[0])
 
 
 def _names(folder: Path) -> frozenset[str]:

@@ -10,7 +10,6 @@ A folder with a true manifest is whole. The manifest is plain JSON with a checks
 from __future__ import annotations
 
 import json
-import math
 import stat
 import zlib
 from collections.abc import Mapping, Sequence
@@ -87,10 +86,6 @@ class Place:
             start=chunk.start,
             end=chunk.start + chunk.values.numel(),
         )
-
-    @property
-    def shard_elements(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

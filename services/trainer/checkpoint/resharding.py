@@ -8,6 +8,7 @@ Tensors of a model are named PART/KEY/KIND: the part is e.g. `policy`, the key a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ class CheckpointReader:
 
     def _shard(self, name: str, shard: int) -> Tensor:
         place = self._of(name)[0]
-        return self._run(name, shard, 0, place.shard_elements).reshape(place.shape)
+        return self._run(name, shard, 0, math.prod(place.shape)).reshape(place.shape)
 
     def _run(self, name: str, shard: int, start: int, end: int) -> Tensor:
         parts, at = [], start

@@ -50,7 +50,10 @@ class Context:
         """
         if self.size == 1:
             return rows, logit_positions, target_slots
-        row = _with_segments(rows).aligned(2 * self.size * self.multiple)
+        if rows.segments is None:  # a row of one sample is one segment
+            assert len(rows.tokens) == 1, "the rules refuse padded batches"
+            rows = Rows(rows.tokens, rows.positions, (RowSegment(0, rows.tokens.shape[1]),))
+        row = rows.aligned(2 * self.size * self.multiple)
         chunk = row.tokens.shape[1] // (2 * self.size)
         device = logit_positions.device
         everywhere = [_positions(self._spans(rank, chunk), device) for rank in range(self.size)]
@@ -78,14 +81,6 @@ class Context:
 
 def _positions(spans: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(start, end, device=device) for start, end in spans])
-
-
-def _with_segments(rows: Rows) -> Rows:
-    """A row of one sample is one segment."""
-    if rows.segments is not None:
-        return rows
-    assert len(rows.tokens) == 1  # the rules refuse padded batches
-    return Rows(rows.tokens, rows.positions, (RowSegment(0, rows.tokens.shape[1]),))
 
 
 # A collective that takes longer has lost a peer.
