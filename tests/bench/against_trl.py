@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,19 @@ import reasoning_gym
 from transformers import AutoTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STEPS = 3
+STEPS = 5
 SAMPLES_PER_STEP = 32
 RANK = 8
+PARTS = {
+    "generation": "wait",
+    "fetch": "fetch",
+    "log-probs": "log_probs",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "publication": "publish",
+}
+"""Of a step of headrace, by its metrics: the trainer waits for generation. Of TRL all but generation is the rest."""
 INSTRUCTION = (
     "You are a careful calculator. Read the sum below, work it out, and answer with the result alone: one integer, no "
     "words and no signs before it but a minus where it is needed. For example, the answer to 2 + 2 = is 4.\n"
@@ -87,13 +97,17 @@ class Figures:
     wall: float
     cpu: float
     new_tokens: float
+    parts: Mapping[str, float]
 
     @classmethod
-    def of(cls, ends: Sequence[tuple[float, float]], lengths: Sequence[float]) -> Figures:
-        """From when each step ended, on the wall's clock and on the processors'."""
+    def of(
+        cls, ends: Sequence[tuple[float, float]], lengths: Sequence[float], parts: Mapping[str, Sequence[float]]
+    ) -> Figures:
+        """From when each step ended, on the wall's clock and on the processors', and from the seconds of its parts."""
         steps = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(ends)]
         wall, cpu = (statistics.median(each) for each in zip(*steps, strict=True))
-        return cls(wall, cpu, statistics.mean(lengths))
+        medians = {name: statistics.median(seconds[1 : len(ends)]) for name, seconds in parts.items()}
+        return cls(wall, cpu, statistics.mean(lengths), medians | {"rest": wall - sum(medians.values())})
 
 
 LORA = ("--lora-rank", str(RANK), "--lora-alpha", str(2 * RANK), "--update-weight-transport", "adapter")
@@ -105,7 +119,7 @@ def trl(python: Path, model: Path, prompts: Path, *rank: str) -> Figures:
     command = [str(python), program, str(model), str(prompts), str(STEPS), *rank]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    return Figures.of(found["ends"], found["lengths"])
+    return Figures.of(found["ends"], found["lengths"], {"generation": found["generation"]})
 
 
 def headrace(folder: Path, model: Path, prompts: Path, staleness: int, *flags: str) -> Figures:
@@ -134,7 +148,8 @@ def headrace(folder: Path, model: Path, prompts: Path, staleness: int, *flags: s
         raise SystemExit(f"headrace ended with {run.returncode}: see above")
     # The last step saves a checkpoint before it reports.
     rows = steps_of(metrics)
-    return Figures.of(seen[:STEPS], [row["response_length/mean"] for row in rows[:STEPS]])
+    parts = {name: [row.get(f"time/{key}_seconds", 0.0) for row in rows] for name, key in PARTS.items()}
+    return Figures.of(seen[:STEPS], [row["response_length/mean"] for row in rows[:STEPS]], parts)
 
 
 def steps_of(metrics: Path) -> list[dict[str, Any]]:
@@ -162,6 +177,7 @@ def show(name: str, figures: Figures, baseline: Figures) -> None:
         f"{name:26} {figures.wall:6.2f} s a step  {samples:5.2f} samples/s  {baseline.wall / figures.wall:5.2f}×"
         f"   {figures.cpu:6.2f} CPU s  {baseline.cpu / figures.cpu:5.2f}×   {figures.new_tokens:4.1f} new tokens"
         f"   load {os.getloadavg()[1]:.1f}",
+        "\n      " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in figures.parts.items()),
         flush=True,
     )
 

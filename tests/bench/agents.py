@@ -1,8 +1,9 @@
 """`make bench`: response tokens a second of agents that speak OpenAI's protocol, beside a bare loop at the router.
 
 `python -m tests.bench.agents MODEL`: a real engine and both kinds of conversation in turn, as many at once with as many
-turns. The bare loop sends token ids and appends what comes. Agents are the `openai` package in headrace's worker
-processes; their requests go through the endpoint, and their sessions are recorded and become samples.
+turns. The bare loop sends token ids and appends what comes, and between them the tokens that the chat template writes.
+Agents are the `openai` package in headrace's worker processes; their requests go through the endpoint, and their
+sessions are recorded and become samples. CPU seconds are those of the engine and of all other processes here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
+import psutil
 from prometheus_client import CollectorRegistry
 
 from headrace.job.schema.job import Job
@@ -96,21 +98,33 @@ async def _measured(
         ][1:]  # the first round warms up
     finally:
         await service.stop()
-    bare, agents = (statistics.median(rates) for rates in zip(*pairs, strict=True))
-    ratio = statistics.median(agent / alone for alone, agent in pairs)
-    said = f"bare loop {bare:.0f} tokens/s, agents {agents:.0f} tokens/s, {ratio:.2f}×"
-    print(f"{at_once} conversations of {turns} turns: {said}")
+    print(f"{at_once} conversations of {turns} turns, {rounds} rounds: tokens, bare loop and agents")
+    for number, of in enumerate(("a second", "a CPU second")):
+        bare, agents = (statistics.median(rates[number] for rates in way) for way in zip(*pairs, strict=True))
+        ratios = sorted(agent[number] / alone[number] for alone, agent in pairs)
+        said = f"{bare:6.1f} {agents:6.1f}   {statistics.median(ratios):.2f}× ({ratios[0]:.2f}–{ratios[-1]:.2f}×)"
+        print(f"  {of:14} {said}")
 
 
-async def _rate(work: Callable[[], Awaitable[int]]) -> float:
-    begun = time.monotonic()
-    return await work() / (time.monotonic() - begun)
+async def _rate(work: Callable[[], Awaitable[int]]) -> tuple[float, float]:
+    """Tokens a second and tokens a CPU second."""
+    cpu, begun = _cpu_seconds(), time.monotonic()
+    tokens = await work()
+    return tokens / (time.monotonic() - begun), tokens / (_cpu_seconds() - cpu)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and all that it has started."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 async def _bare(service: RolloutService, at_once: int, turns: int, tokens: int) -> int:
     encoder = service.parts.encoder
-    prompt = encoder.encode_messages([{"role": "user", "content": QUESTION}], None).tokens
-    further = encoder.encode_plain(FURTHER).tokens
+    asked, answer = [{"role": "user", "content": QUESTION}], {"role": "assistant", "content": "ANSWER"}
+    prompt = encoder.encode_messages(asked, None).tokens
+    text = encoder.render([*asked, answer, {"role": "user", "content": FURTHER}], None)
+    further = encoder.tokens_of_rendered(text.rpartition("ANSWER")[2])
     params = {"max_new_tokens": tokens, "temperature": 1.0}
 
     async def converse(http: aiohttp.ClientSession) -> int:

@@ -4,14 +4,21 @@ The bare loop is Megatron-core alone: its GPTModel with its own attention and cr
 its Adam on padded micro-batches that are in memory already. Ours is `Policy.train` with GRPO, from samples to updated
 weights. All in one process with one thread, rounds taken in turn, medians of CPU seconds, which
 say the same on a machine that has other work.
+
+`python -m tests.bench.training_step MODEL` measures only what shared prompts save in a step of a real model. Each
+measurement has a process of its own, because memory that was freed stays with its process.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +39,9 @@ from services.trainer.megatron.gpt import transformer_config
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.build import join_ranks, policy_of
+from services.trainer.model.policy import Policy
 from services.trainer.plan.batch import SampleFacts
+from services.trainer.plan.rows import Packing, row_tokens
 from tests.support.models.tiny_model import make_tiny_tokenizer
 
 ROUNDS = 5
@@ -87,7 +96,11 @@ def job(model: Path, **train: Any) -> Job:
 
 def policy_step(model: Path, layout: Layout, batch: Sequence[Sample], train: Mapping[str, Any]) -> Step:
     """Ours: from samples to updated weights."""
-    policy = policy_of(job(model, **train), layout)
+    return step_of(policy_of(job(model, **train), layout), batch)
+
+
+def step_of(policy: Policy, batch: Sequence[Sample]) -> Step:
+    """A step of these samples."""
     by_id = {sample.sample_id: sample for sample in batch}
     facts = [SampleFacts.of(sample.pack().envelope) for sample in batch]
     return lambda: policy.train(0, facts, lambda ids: [by_id[i] for i in ids])
@@ -204,8 +217,65 @@ def shared_prompts(model: Path, layout: Layout) -> None:
 PACKINGS = ("padded", "packed", "shared_prompts")
 
 
+def real_model(model: Path, num_pairs: int) -> None:
+    """Packed rows and shared prompts in turn, 8 prompts of 400 tokens with 8 responses of 64 to 128 tokens each."""
+    pairs = [(_of_own_process(model, "packed"), _of_own_process(model, "shared_prompts")) for _ in range(num_pairs)]
+    print(f"{model.name}: a step of {PROMPTS} prompts of {PROMPT_TOKENS} tokens, {GROUP} responses of each")
+    for packing, measurements in zip(("packed", "shared_prompts"), zip(*pairs, strict=True), strict=True):
+        said = "   ".join(f"{name} {_range(of[name] for of in measurements)}" for name in measurements[0])
+        print(f"  {packing:16} {said}")
+    ratios = "   ".join(
+        f"{name} {_range((shared[name] / packed[name] for packed, shared in pairs), 2)}×" for name in pairs[0][0]
+    )
+    print(f"  {'shared ÷ packed':16} {ratios}")
+
+
+def _range(values: Iterable[float], digits: int = 0) -> str:
+    """The smallest and the largest; one number where they read alike."""
+    found = sorted(values)
+    return "–".join(dict.fromkeys(f"{value:,.{digits}f}" for value in (found[0], found[-1])))
+
+
+def _of_own_process(model: Path, packing: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.bench.training_step", str(model), "--packing", packing]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    found: dict[str, float] = json.loads(said.splitlines()[-1])
+    return found
+
+
+def one_step(model: Path, packing: Packing) -> None:
+    """Prints what one step takes, as JSON; a step of the first group warms up."""
+    lengths = np.random.default_rng(2).integers(64, 129, PROMPTS * GROUP)
+    batch = samples([(PROMPT_TOKENS, int(n)) for n in lengths], GROUP)
+    config = job(model, micro_batch_size=GROUP, packing=packing)
+    policy = policy_of(config, join_ranks(config))
+    step_of(policy, batch[:GROUP])()
+    step = step_of(policy, batch)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    cpu, started = time.process_time(), time.monotonic()
+    step()
+    seconds = {"CPU seconds": time.process_time() - cpu, "seconds": time.monotonic() - started}
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    tokens = row_tokens([(s.group_id, s.prompt_length, s.response_length) for s in batch], packing)
+    print(json.dumps({"tokens": tokens, **seconds, "MiB at most": int(peak.split()[1]) / 1024}))
+
+
+PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 400
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--packing", choices=PACKINGS, help="measure one step in this process")
+    parser.add_argument("--pairs", type=int, default=1, help="steps in turn, of some eight minutes a pair")
+    args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.packing:
+        one_step(args.model, args.packing)
+        return
+    if args.model:
+        real_model(args.model, args.pairs)
+        return
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         layout = join_ranks(job(model))

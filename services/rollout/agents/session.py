@@ -326,7 +326,7 @@ class AgentPolicy:
             calls,
             thought,
             stop=stop if stop in asked.settings.stops else None,
-            pieces=[self._encoder.decode_exactly([token]) for token in tokens],
+            decode=self._encoder.decode_exactly,
         )
 
     def _ends(self, session: Session, token: int) -> bool:

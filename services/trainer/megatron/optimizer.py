@@ -92,6 +92,15 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return [] if optimizer.optimizer is None else list(optimizer.optimizer.param_groups)
 
 
+def fuse_on_cpu(optimizers: Sequence[Any]) -> None:
+    """Lets torch's Adam pass once over weights, gradients and moments in the host's memory: a fifth of its time."""
+    for each in optimizers:
+        inside = each.optimizer
+        for part in inside.sub_optimizers if isinstance(inside, HybridDeviceOptimizer) else [inside]:
+            for group in part.param_groups if isinstance(part, torch.optim.Adam) else ():
+                group["fused"] = all(parameter.device.type == "cpu" for parameter in group["params"])
+
+
 def put(state: dict[str, Tensor], name: str, value: Tensor, like: Tensor) -> None:
     """Puts a state where torch's optimizer expects it: step counts on the CPU, moments beside the parameter."""
     state[name] = value.reshape(()) if name == "step" else value.to(like.device).reshape(like.shape).to(torch.float32)
@@ -164,6 +173,7 @@ class Optimizer:
         is_chain = isinstance(self._optimizer, ChainedOptimizer)
         self._parts = list(self._optimizer.chained_optimizers) if is_chain else [self._optimizer]
         """Megatron's optimizers: dense parameters, then experts."""
+        fuse_on_cpu(self._parts)
         self._kind = args.optimizer
         self._schedule = parameter_schedule(self._optimizer, args, num_steps)
 

@@ -384,9 +384,10 @@ class _Completion(_Exchange):
         return b""
 
     def _choice(self, reply: Reply) -> Mapping[str, Any]:
-        pairs = {"tokens": reply.pieces, "token_logprobs": reply.answer.log_probs}
-        said = {"text": reply.text, "finish_reason": _finish_reason(reply)}
-        return {**said, "logprobs": pairs if self._wants_log_probs else None}
+        pairs = None
+        if self._wants_log_probs:
+            pairs = {"tokens": reply.pieces, "token_logprobs": reply.answer.log_probs}
+        return {"text": reply.text, "finish_reason": _finish_reason(reply), "logprobs": pairs}
 
     def _delta(self, text: str) -> Mapping[str, Any]:
         return {"text": text}

@@ -165,8 +165,12 @@ class Reply:
     thought: str = ""
     stop: str | None = None
     """The stop string of the request that ended it."""
-    pieces: Sequence[str] = ()
-    """The text of each token."""
+    decode: Callable[[Sequence[int]], str] = lambda _: ""
+
+    @property
+    def pieces(self) -> list[str]:
+        """The text of each token."""
+        return [self.decode([token]) for token in self.answer.tokens]
 
     @property
     def is_truncated(self) -> bool:

@@ -27,7 +27,8 @@ def read(kept: Any = None, **body: Any) -> Any:
 
 
 def reply(text: str = "", thought: str = "", *calls: Call, status: Status = Status.COMPLETED) -> Reply:
-    return Reply(RecordedAnswer((1, 2), (-1.0, -2.0), (), status, text), text, calls, thought, pieces=("a", "b"))
+    answer = RecordedAnswer((1, 2), (-1.0, -2.0), (), status, text)
+    return Reply(answer, text, calls, thought, decode=lambda tokens: "ab"[tokens[0] - 1])
 
 
 def test_items_become_the_messages_of_a_chat_template() -> None:
