@@ -118,7 +118,10 @@ class Checkpoints:
         work = CollectiveIO(self._layout.files_group)
         draft = self._folder / f"{_DRAFT}{epoch}"
         work.do(lambda: self._begin(draft, epoch))
-        chunks = work.do(lambda: [_copied(chunk) for chunk in policy.chunks()])
+        # In CPU memory of their own: training goes on while they are written.
+        chunks = work.do(
+            lambda: [replace(c, values=c.values.to("cpu", copy=True).contiguous()) for c in policy.chunks()]
+        )
         state, scalars = TrainState(step, policy_version, epoch), dict(policy.scalars())
         self._writing = self._thread.submit(self._write, draft, chunks, scalars, state, scored_by)
         if not self._config.async_save:
@@ -324,11 +327,6 @@ def _discard(folder: Path) -> None:
     hidden = folder.with_name(f"{_PRUNED}{uuid.uuid4().hex}")
     folder.rename(hidden)
     remove(hidden)
-
-
-def _copied(chunk: ShardChunk) -> ShardChunk:
-    """The chunk in CPU memory of its own: training goes on while it is written."""
-    return replace(chunk, values=chunk.values.to("cpu", copy=True).contiguous())
 
 
 class FolderOwner:

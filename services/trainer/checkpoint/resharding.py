@@ -244,7 +244,7 @@ class ModelState:
                 yield ShardChunk.whole(self._tensor(shard, kind), value)
 
     def _writes(self, shard: ModelShard, slot: Slot, number: int) -> bool:
-        if shard.is_copy:
+        if not shard.num_replicas:  # a tied embedding's copy on the last stage: another shard is saved in its place
             return False
         return shard.is_reporting if slot.is_distributed else number % shard.num_replicas == shard.replica
 

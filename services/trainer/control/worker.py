@@ -66,14 +66,14 @@ class RankWorker:
         with self.profiler.step(step + 1) if self.profiler else nullcontext():
             metrics = self.policy.train(step, samples, read or self.fetch)
         if self.trained_samples is not None and read is not None:
-            seen = self.policy.take_seen()
+            seen = {} if self.policy.pipeline.record is None else self.policy.pipeline.record.take()
             self.trained_samples.write(step + 1, read.of(self.policy.trained_ids), seen, shown_ids(step, samples))
         self._scored_by.update(sample.scored_by for sample in samples if sample.scored_by and not sample.set_aside)
         return Trained(metrics, self.policy.set_aside, self.policy.is_logged)
 
     @command
     def prefetch(self, samples: Sequence[SampleFacts]) -> None:
-        self.fetch.begin(self.policy.own_sample_ids(samples))
+        self.fetch.begin(self.policy.batches.own_sample_ids(samples))
 
     @command
     def describe_weights(self) -> StageWeights | None:

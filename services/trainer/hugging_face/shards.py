@@ -128,11 +128,6 @@ class ModelShard:
     def whole_shape(self) -> tuple[int, ...]:
         return whole_shape(self.parameter.shape, self.num_shards, split_dim(self.sharding))
 
-    @property
-    def is_copy(self) -> bool:
-        """True for a tied embedding's copy on the last stage: another shard is saved in its place."""
-        return self.num_replicas == 0
-
 
 _ROUTER_BIAS = ".router.expert_bias"
 

@@ -24,7 +24,13 @@ from headrace.job.megatron import MegatronArgs
 from headrace.job.model import check_layout, megatron_fields
 from headrace.models.architecture import Architecture, LinearRope, Llama3Rope, Vision, YarnRope
 from services.trainer.megatron.configs import made
-from services.trainer.megatron.layers import SegmentedRow, has_transformer_engine, layer_specs, with_segment_attention
+from services.trainer.megatron.layers import (
+    SegmentAttention,
+    SegmentedRow,
+    has_transformer_engine,
+    layer_specs,
+    with_parts,
+)
 from services.trainer.megatron.linear_attention import with_linear_attention
 from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.routing_replay import SecondPasses
@@ -198,7 +204,7 @@ def _stage(
     if architecture.linear_attention:
         spec = with_linear_attention(spec, architecture.linear_attention)
     if uses_segment_attention(layout, packing):
-        spec = with_segment_attention(spec)
+        spec = with_parts(spec, lambda name, part: SegmentAttention if name == "core_attention" else part)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,

@@ -434,7 +434,3 @@ def whole_row(tensor: Tensor, share: Share) -> Tensor:
 def _repeated(tensor: Tensor, heads: int) -> Tensor:
     times = heads // tensor.shape[-2]
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=-2)
-
-
-def with_segment_attention(spec: Any) -> Any:
-    return with_parts(spec, lambda name, part: SegmentAttention if name == "core_attention" else part)

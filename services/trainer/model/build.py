@@ -165,18 +165,6 @@ def advantages_of(job: Job, group: dist.ProcessGroup | None) -> Advantages:
     )
 
 
-def whole_batch_hooks_of(job: Job, layout: Layout) -> WholeBatchHooks | None:
-    """The user's functions that see all samples of a step; None without any."""
-    hooks = job.hooks
-    paths = {
-        "sample_filter": hooks.rollout_sample_filter_path,
-        "train_data": hooks.custom_convert_samples_to_train_data_path,
-        "reward_post_process": hooks.custom_reward_post_process_path,
-        "rollout_log": hooks.custom_rollout_log_function_path,
-    }
-    return WholeBatchHooks(layout, hook_args(job), **paths) if any(paths.values()) else None
-
-
 def join_ranks(job: Job) -> Layout:
     """Joins the job's other ranks, or is alone. In the thread that will compute."""
     architecture = read_architecture(job.model.hf_checkpoint)
@@ -216,7 +204,8 @@ def policy_of(job: Job, layout: Layout) -> Policy:
         raise ConfigError("; ".join(wrong))
     model, adapters = model_of(job, architecture, args, layout)
     chunks = wrap_for_data_parallel(model.config, args, model.stages)
-    optimizer = Optimizer(args, chunks, _policy_steps(job))
+    rollout_steps = max(1, job.rollout.num_rollout - job.critic.num_critic_only_steps)
+    optimizer = Optimizer(args, chunks, rollout_steps * _steps_per_rollout(job))
     stopwatch = Stopwatch(layout.device)
     pipeline = _pipeline(job, architecture, model, chunks, layout, stopwatch)
     critic = critic_of(job, layout, stopwatch) if uses_critic(job) else None
@@ -355,7 +344,13 @@ def _batches(job: Job, architecture: Architecture, packing: Packing, layout: Lay
     experts = architecture.experts if job.train.use_rollout_routing_replay else None
     choices = RolloutChoices(architecture.num_layers, experts) if experts else None
     check, vision = _sample_check(job, architecture, choices), architecture.vision
-    hooks = whole_batch_hooks_of(job, layout)
+    paths = {
+        "sample_filter": job.hooks.rollout_sample_filter_path,
+        "train_data": job.hooks.custom_convert_samples_to_train_data_path,
+        "reward_post_process": job.hooks.custom_reward_post_process_path,
+        "rollout_log": job.hooks.custom_rollout_log_function_path,
+    }
+    hooks = WholeBatchHooks(layout, hook_args(job), **paths) if any(paths.values()) else None
     return BatchReader(job.train, planner, check, layout, packing, hooks=hooks, choices=choices, vision=vision)
 
 
@@ -411,11 +406,6 @@ def _saved(
         models.append(reference.state("reference"))
     others: Sequence[RandomState | OldPolicies] = [RandomState(layout.rank), *([old_policies] if old_policies else [])]
     return SavedParts(model_facts(architecture, weights.adapters), models, others)
-
-
-def _policy_steps(job: Job) -> int:
-    """The optimizer steps of the run, without those rollout steps that train the critic alone."""
-    return max(1, job.rollout.num_rollout - job.critic.num_critic_only_steps) * _steps_per_rollout(job)
 
 
 def _steps_per_rollout(job: Job) -> int:

@@ -482,17 +482,22 @@ def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: L
         stage.requires_grad_(False)
         if stage.pre_process:
             stage.embedding.register_forward_hook(_needs_gradient)
-    builder = _Builder(model.config, layout.device, lora, targets, _start(architecture, lora, seed))
+    assert lora.lora_rank is not None
+    start: Start = InitialPairs(lora.lora_rank, lora.lora_init, seed)
+    if lora.lora_load is not None:
+        start = PeftFolder(lora.lora_load, architecture, lora)
+    builder = _Builder(model.config, layout.device, lora, targets, start)
     by_weight: dict[str, Adapter] = {}
     shards: list[ModelShard] = []
     for held in model.converter.held():
         if any(tensor.key in targets for tensor in held.row.hf):
             adapter, own = builder.build(held)
-            _put(adapter, _module(model, held), held)
+            number, _, name = held.name.partition(".")
+            _put(adapter, model.stages[int(number)].get_submodule(name.rpartition(".")[0]), held)
             by_weight[held.name] = adapter
             shards += own
     # Engines multiply by alpha / R, whatever use_rslora says.
-    alpha = scale_of(lora) * (lora.lora_rank or 0)
+    alpha = scale_of(lora) * lora.lora_rank
     served = _peft_config(Path(), lora, layers) | {"lora_alpha": alpha, "use_rslora": False}
     targets_by_name = adapted_names(architecture, lora.lora_target_modules)
     facts = {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets_by_name}
@@ -564,18 +569,6 @@ class _Builder:
 def scale_of(lora: LoraSection) -> float:
     assert lora.lora_rank is not None
     return lora.lora_alpha / (math.sqrt(lora.lora_rank) if lora.lora_use_rslora else lora.lora_rank)
-
-
-def _start(architecture: Architecture, lora: LoraSection, seed: int) -> Start:
-    assert lora.lora_rank is not None
-    if lora.lora_load is None:
-        return InitialPairs(lora.lora_rank, lora.lora_init, seed)
-    return PeftFolder(lora.lora_load, architecture, lora)
-
-
-def _module(model: RankModel, held: Placed) -> Any:
-    number, _, name = held.name.partition(".")
-    return model.stages[int(number)].get_submodule(name.rpartition(".")[0])
 
 
 def _put(adapter: Adapter, linear: Any, held: Placed) -> None:

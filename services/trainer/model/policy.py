@@ -34,7 +34,6 @@ from services.trainer.model.memory import RankMemory
 from services.trainer.model.pipeline import Pipeline
 from services.trainer.model.rollout_step import BatchReader, OptimizerSteps, Preparation
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.rl.seen_tokens import SeenTokens
 from services.trainer.weights.quantization import quantized, quantized_specs
 
 POLICY = "policy"
@@ -199,13 +198,6 @@ class Policy:
         metrics = self.optimizer_steps(step, batch.plans, prepared)
         metrics = {**batch.metrics, **metrics, **self.pipeline.distance.read(), **self.prepare.metrics()}
         return metrics | self.speed.metrics(batch.samples, self.stopwatch.read())
-
-    def take_seen(self) -> Mapping[str, SeenTokens]:
-        """What the losses since the last call have seen, by sample id; nothing on ranks that write no samples."""
-        return {} if self.pipeline.record is None else self.pipeline.record.take()
-
-    def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
-        return self.batches.own_sample_ids(samples)
 
     def log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens [R] under the current weights; [] except on last-stage ranks.

@@ -321,7 +321,6 @@ def _num_tokens(sample: SampleFacts) -> int:
 class MicroBatch:
     """Rows for the model, and n answers beside them: column t speaks of a response's token t. On the CPU."""
 
-    sample_ids: Ids
     samples: Sequence[Sample]
     """One a row of what follows; none where there is nothing to train"""
     rows: Rows
@@ -356,7 +355,6 @@ def collate(samples: Sequence[Sample], packing: Packing) -> MicroBatch:
         log_probs[row, first:size] = torch.from_numpy(sample.rollout_log_probs[first:].copy())
         target_slots.append(np.arange(first, size) + row * shape[1])
     return MicroBatch(
-        sample_ids=tuple(s.sample_id for s in samples),
         samples=tuple(samples),
         rows=packed.rows,
         logit_positions=torch.from_numpy(np.concatenate(packed.logit_positions)),
@@ -372,7 +370,6 @@ def empty_micro_batch() -> MicroBatch:
     """One row, nothing to train: for a data rank that has fewer than the others."""
     one = torch.zeros((1, 1), dtype=torch.int64)
     return MicroBatch(
-        sample_ids=("",),
         samples=(),
         rows=Rows(one, one, None),
         logit_positions=one[0],

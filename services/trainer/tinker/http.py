@@ -41,6 +41,14 @@ _OF_A_MODEL = {
     "save_weights": types.SaveWeightsRequest,
     "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
 }
+_CONFIG = {
+    "pjwt_auth_enabled": False,
+    "proto_compress_fwdbwd": True,
+    "sample_use_retrieve_futures": True,
+    "sample_cancel_enabled": True,
+    "custom_loss_server_side": False,
+}
+"""What the client shall use: whole JSON Web Tokens, uploads and stability records are not here."""
 Handler = Callable[[Request, bytes], Awaitable[Response]]
 
 
@@ -59,8 +67,8 @@ class TinkerHttp:
 
     def application(self) -> Starlette:
         posts: dict[str, Handler] = {
-            "client/config": self._config,
-            "client/dynamic_config": self._config,
+            "client/config": partial(_fixed, _CONFIG),
+            "client/dynamic_config": partial(_fixed, _CONFIG),
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "sessions/{session_id}/finish": self._finish,
@@ -74,11 +82,11 @@ class TinkerHttp:
             "retrieve_future": self._retrieve,
             "retrieve_futures": self._retrieve_several,
             "weights_info": self._weights_info,
-            "telemetry": self._telemetry,
+            "telemetry": partial(_fixed, {"status": "accepted"}),  # clients tell what they do; nobody listens
             **{kind: partial(self._of_model, kind, message) for kind, message in _OF_A_MODEL.items()},
         }
         gets: dict[str, Handler] = {
-            "healthz": self._health,
+            "healthz": partial(_fixed, {"status": "ok"}),
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler_id}": self._get_sampler,
             "training_runs/{model_id}/checkpoints": self._list_checkpoints,
@@ -108,25 +116,6 @@ class TinkerHttp:
 
     async def _unknown(self, request: Request, _: bytes) -> Response:
         raise NotFound(f"{request.method} {request.url.path} is not served here: see docs/tinker.md for what is")
-
-    async def _config(self, _: Request, __: bytes) -> Response:
-        """What the client shall use: whole JSON Web Tokens, uploads and stability records are not here."""
-        return JSONResponse(
-            {
-                "pjwt_auth_enabled": False,
-                "proto_compress_fwdbwd": True,
-                "sample_use_retrieve_futures": True,
-                "sample_cancel_enabled": True,
-                "custom_loss_server_side": False,
-            }
-        )
-
-    async def _health(self, _: Request, __: bytes) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _telemetry(self, _: Request, __: bytes) -> Response:
-        """Clients tell what they do; nobody listens."""
-        return JSONResponse({"status": "accepted"})
 
     async def _capabilities(self, _: Request, __: bytes) -> Response:
         models = [
@@ -269,6 +258,10 @@ class TinkerHttp:
             raise InvalidArgument(
                 f"base_model {name!r} is not served: it is {' or '.join(self._names)} here", field="base_model"
             )
+
+
+async def _fixed(content: Mapping[str, object], _: Request, __: bytes) -> Response:
+    return JSONResponse(content)
 
 
 def _future(asked: QueuedRequest) -> Response:
