@@ -22,7 +22,7 @@ class TrainState:
         return replace(self, policy_version=self.step)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JobSchedule:
     """Intervals are counted in rollout steps. The last step always publishes and saves."""
 

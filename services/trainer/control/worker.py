@@ -42,7 +42,7 @@ def command(method: Method) -> Method:
     return method
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class RankWorker:
     """One rank's share of the trainer: its part of the policy, of the samples and of the sending.
 
