@@ -38,34 +38,6 @@ MISMATCH = (
 )
 """Means over the responses that have a trained token."""
 
-SUMS = (
-    "loss/policy",
-    "loss/sft",
-    "loss/custom",
-    "loss/kl",
-    "loss/entropy",
-    "tokens",
-    "entropy",
-    "ratio",
-    "ratio_squared",
-    "ppo_kl",
-    "clip_fraction",
-    "clipped_low",
-    "clipped_high",
-    "tis_weight",
-    "tis_weight_squared",
-    "tis_truncated",
-    "opsm_masked",
-    "log_prob_diff",
-    "kept_tokens",
-    "outside_mask",
-    "rs_rejected",
-    "rs_vetoed",
-    "answers",
-    *MISMATCH,
-)
-"""The squared statistics: of the distance from 1, near which the values are; plain squares would lose it."""
-
 MAXIMA = ("ratio/max", "tis_weight/max")
 """The largest values over all tokens; none of them is ever negative."""
 
@@ -89,6 +61,17 @@ MEANS = {
 
 DEVIATIONS = {"ratio/std": ("ratio", "ratio_squared"), "tis_weight/std": ("tis_weight", "tis_weight_squared")}
 """Standard deviations over the trained tokens, likewise."""
+
+SUMS = (
+    *("loss/policy", "loss/sft", "loss/custom", "loss/kl", "loss/entropy"),
+    "tokens",
+    *MEANS.values(),
+    "ratio_squared",
+    "tis_weight_squared",
+    "answers",
+    *MISMATCH,
+)
+"""The squared statistics: of the distance from 1, near which the values are; plain squares would lose it."""
 
 
 def reported(config: TrainSection, *, has_custom_tis: bool) -> frozenset[str]:

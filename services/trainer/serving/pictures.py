@@ -49,11 +49,6 @@ class Point:
     """When the first and the last of them came, in seconds since 1970; empty where nobody knows."""
     marks: Sequence[Mark] = ()
 
-    @classmethod
-    def of(cls, step: int, metrics: Mapping[str, float], time: float | None = None, marks: Sequence[str] = ()) -> Point:
-        times = () if time is None else (time, time)
-        return cls(step, step, 1, metrics, dict.fromkeys(metrics, 1), times, [Mark(step, text) for text in marks])
-
     @property
     def step(self) -> float:
         return (self.first + self.last) / 2
@@ -95,7 +90,8 @@ class Points:
         found = {name: value for name, value in metrics.items() if name.startswith(self._starts)}
         if not found:
             return
-        point = Point.of(step, found, time, marks)
+        times = () if time is None else (time, time)
+        point = Point(step, step, 1, found, dict.fromkeys(found, 1), times, [Mark(step, text) for text in marks])
         if self._points and self._points[-1].num_rows < self._rows_per_point:
             self._points[-1] = self._points[-1].joined(point)
             return
