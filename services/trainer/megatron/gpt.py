@@ -117,15 +117,9 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
     values = {
         **megatron_fields(architecture),
         "activation_func": _activation(architecture),
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "tensor_model_parallel_size": layout.tp_size,
-        "pipeline_model_parallel_size": layout.pp_size,
-        "expert_model_parallel_size": layout.ep_size,
         "expert_tensor_parallel_size": layout.etp_size,
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
-        "bf16": args.bf16,
         "variable_seq_lengths": layout.pp_size > 1,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths
         "moe_router_bias_update_rate": 0.0,  # the checkpoint balances its experts already

@@ -110,15 +110,7 @@ def wrap_for_data_parallel(
     config: TransformerConfig, args: MegatronArgs, chunks: Sequence[GPTModel]
 ) -> list[DistributedDataParallel]:
     """The rank's stages with gradient buffers that data ranks reduce, in float32."""
-    ddp_config = made(
-        DistributedDataParallelConfig,
-        args,
-        {
-            "grad_reduce_in_fp32": args.grad_reduce_in_fp32,
-            "use_distributed_optimizer": args.use_distributed_optimizer,
-            "check_for_nan_in_grad": args.check_for_nan_in_grad,
-        },
-    )
+    ddp_config = made(DistributedDataParallelConfig, args, {})
     # As Megatron's own trainer: only the gradients of the first stage are waited for, so only they come in buckets.
     return [
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=number > 0)
@@ -156,15 +148,7 @@ class Optimizer:
             OptimizerConfig,
             args,
             {
-                "optimizer": args.optimizer,
-                "weight_decay": args.weight_decay,
-                "adam_beta1": args.adam_beta1,
-                "adam_beta2": args.adam_beta2,
-                "adam_eps": args.adam_eps,
-                "clip_grad": args.clip_grad,
-                "bf16": args.bf16,
                 "params_dtype": torch.bfloat16 if args.bf16 else torch.float32,
-                "use_distributed_optimizer": args.use_distributed_optimizer,
                 "optimizer_offload_fraction": 1.0,  # as Megatron's own script; without optimizer_cpu_offload unused
             },
             fixed={"lr": args.lr, "min_lr": min(args.min_lr, args.lr)},
