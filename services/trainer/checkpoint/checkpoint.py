@@ -20,7 +20,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -182,8 +182,19 @@ class Checkpoints:
         work = CollectiveIO(self._layout.files_group)
         try:
             file = work.do(lambda: RankFile.write(draft, self._layout.rank, chunks))
-            ranks = [RANK_FILE.validate_json(text) for text in work.gather(json.dumps(asdict(file)))]
-            work.do(lambda: self._finish(draft, ranks, scalars, state, scored_by))
+            files = [RANK_FILE.validate_json(text) for text in work.gather(json.dumps(asdict(file)))]
+            manifest = Manifest(
+                step=state.step,
+                policy_version=state.policy_version,
+                ledger_epoch=state.epoch,
+                layout=self._layout.name,
+                versions=versions(),
+                scalars=scalars,
+                files={file.name: file.facts for file in files},
+                places=[place for file in files for place in file.places],
+                scored_by=dict(scored_by),
+            )
+            work.do(lambda: self._finish(draft, manifest))
         except HeadraceError:
             if self._layout.rank == 0:
                 remove(draft)  # a full disk is not kept full
@@ -192,30 +203,12 @@ class Checkpoints:
             self._safe = state
             self._prune()
 
-    def _finish(
-        self,
-        draft: Path,
-        files: Sequence[RankFile],
-        scalars: dict[str, Any],
-        state: TrainState,
-        scored_by: Mapping[str, int],
-    ) -> None:
+    def _finish(self, draft: Path, manifest: Manifest) -> None:
         if self._layout.rank != 0:
             return
-        manifest = Manifest(
-            step=state.step,
-            policy_version=state.policy_version,
-            ledger_epoch=state.epoch,
-            layout=self._layout.name,
-            versions=versions(),
-            scalars=scalars,
-            files={file.name: file.facts for file in files},
-            places=[place for file in files for place in file.places],
-            scored_by=dict(scored_by),
-        )
         manifest.write(draft)
-        with self._owner.claimed(state.epoch):
-            target = self.path_of(state.step)
+        with self._owner.claimed(manifest.ledger_epoch):
+            target = self.path_of(manifest.step)
             replaced = target.with_name(f"{target.name}{_REPLACED}-{uuid.uuid4().hex[:8]}")
             if is_replaced := target.is_symlink() or target.exists():
                 target.rename(replaced)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -174,21 +173,13 @@ def join_ranks(job: Job) -> Layout:
     return layout
 
 
+_SIZES = {"actor_num_nodes", "actor_num_gpus_per_node"}
+
+
 def alike(job: Job) -> dict[str, str]:
     """Options that all ranks must have alike, by name. Files may have other paths on another machine."""
-    sections: Mapping[str, Mapping[str, Any]] = {
-        "train": dict(job.train),
-        "lora": dict(job.lora),
-        "critic": dict(job.critic),
-        "distillation": dict(job.distillation),
-        "publish": dict(job.publish),
-        "megatron": job.megatron,
-        "run": {"seed": job.run.seed},
-        "placement": {
-            "actor_num_nodes": job.placement.actor_num_nodes,
-            "actor_num_gpus_per_node": job.placement.actor_num_gpus_per_node,
-        },
-    }
+    of_all = ("train", "lora", "critic", "distillation", "publish", "megatron")
+    sections = job.model_dump(include={**dict.fromkeys(of_all, True), "run": {"seed"}, "placement": _SIZES})
     return {
         f"{section}.{name}": str(value)
         for section, options in sections.items()

@@ -186,18 +186,15 @@ class Policy:
         """The optimizer steps of one rollout step; metrics are equal on all ranks, but for times."""
         facts = {tracing.LANE: f"rank {self.layout.rank}", tracing.STEP: step}
         with tracing.span("headrace.rank", tracing.step(step), facts):
-            return self._train(step, samples, fetch)
-
-    def _train(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> dict[str, float]:
-        with self.stopwatch.host_part("fetch"):
-            batch = self.batches.read(step, samples, fetch)
-        self.set_aside, self.is_logged = batch.set_aside, batch.is_logged
-        self.trained_ids = [i for plan in batch.plans for i in plan.sample_ids(self.layout.data_rank)]
-        with self.stopwatch.part("log_probs"):
-            prepared = self.prepare(step, batch.inputs)
-        metrics = self.optimizer_steps(step, batch.plans, prepared)
-        metrics = {**batch.metrics, **metrics, **self.pipeline.distance.read(), **self.prepare.metrics()}
-        return metrics | self.speed.metrics(batch.samples, self.stopwatch.read())
+            with self.stopwatch.host_part("fetch"):
+                batch = self.batches.read(step, samples, fetch)
+            self.set_aside, self.is_logged = batch.set_aside, batch.is_logged
+            self.trained_ids = [i for plan in batch.plans for i in plan.sample_ids(self.layout.data_rank)]
+            with self.stopwatch.part("log_probs"):
+                prepared = self.prepare(step, batch.inputs)
+            metrics = self.optimizer_steps(step, batch.plans, prepared)
+            metrics = {**batch.metrics, **metrics, **self.pipeline.distance.read(), **self.prepare.metrics()}
+            return metrics | self.speed.metrics(batch.samples, self.stopwatch.read())
 
     def log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens [R] under the current weights; [] except on last-stage ranks.
