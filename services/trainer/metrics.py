@@ -176,7 +176,7 @@ class Stopwatch:
     def part(self, name: str) -> Iterator[None]:
         """Times the block, and on a GPU the work that it gives to the GPU."""
         if self._on_gpu:
-            first, last = _event(), _event()
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
             with tracing.span(f"headrace.{name}"):
                 yield
@@ -204,11 +204,6 @@ class Stopwatch:
         self._events.clear()
         self._seconds.clear()
         return found
-
-
-def _event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)
-    return event
 
 
 LARGEST_STALENESS = 8

@@ -195,8 +195,8 @@ def with_local_rotary(layer: ModuleSpec, rotary_base: float) -> None:
     layer.submodules.self_attention = ModuleSpec(local, attention.params, attention.submodules)
 
 
-def with_post_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
-    """The layer's spec, its attention and MLP exchanged for normed ones."""
+def with_post_norms(layer: ModuleSpec, norm: type) -> None:
+    """Exchanges the layer's attention and MLP for normed ones."""
     submodules = layer.submodules
     attention, mlp = submodules.self_attention, submodules.mlp
     normed = type("NormedSelfAttention", (NormedSelfAttention,), {"norm": norm})
@@ -207,7 +207,6 @@ def with_post_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
         submodules.mlp = partial(normed_mlp.as_mlp_submodule, **mlp.keywords)
     else:
         submodules.mlp = ModuleSpec(normed_mlp, mlp.params, mlp.submodules)
-    return layer
 
 
 class BiasedExpert(RowParallelLinear):
@@ -235,15 +234,14 @@ class PlainQueries(MLASelfAttention):
         return super()._resolve_qk_norm_config(submodules) | {"linear_q_proj": submodules.linear_q_proj}
 
 
-def with_latent_attention(layer: ModuleSpec, latent: LatentAttention, *, with_te: bool) -> ModuleSpec:
-    """The layer's spec with these parts; Transformer Engine's norms are fused into the projections."""
+def with_latent_attention(layer: ModuleSpec, latent: LatentAttention, *, with_te: bool) -> None:
+    """Gives the layer's attention these parts; Transformer Engine's norms are fused into the projections."""
     attention = layer.submodules.self_attention
     if latent.q_lora_rank is None:
         layer.submodules.self_attention = ModuleSpec(PlainQueries, attention.params, attention.submodules)
     if not with_te:
         attention.submodules.kv_layernorm = LatentNorm
         attention.submodules.q_layernorm = IdentityOp if latent.q_lora_rank is None else LatentNorm
-    return layer
 
 
 def with_one_part(layer: ModuleSpec, *, is_mlp: bool) -> ModuleSpec:

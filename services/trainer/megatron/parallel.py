@@ -186,7 +186,6 @@ def initialize(
         # Where each process sees only its own GPU (Ray, Slurm with --gpus-per-task), it is number 0.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     else:
-        refuse_divided_experts(args)
         cpu_adapter.install()
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if world_size % model_parallel:
@@ -195,7 +194,7 @@ def initialize(
             f"pipeline_model_parallel_size {args.pipeline_model_parallel_size} × context_parallel_size "
             f"{args.context_parallel_size}: use a multiple of {model_parallel}"
         )
-    _require_room_for_experts(args, world_size)
+    _check_experts(args, world_size, has_cuda)
     vpp_size = virtual_stages(architecture, args)
     rendezvous.join(rank, world_size, "nccl" if has_cuda else "gloo", _COLLECTIVE_TIMEOUT, options)
     parallel_state.initialize_model_parallel(
@@ -263,24 +262,19 @@ def _contexts(
     return Context(dist.get_rank(context), size, context, multiple), data
 
 
-def _require_room_for_experts(args: MegatronArgs, world_size: int) -> None:
+def _check_experts(args: MegatronArgs, world_size: int, has_cuda: bool) -> None:
     within = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    if not has_cuda and args.expert_model_parallel_size > 1 and within > 1:
+        raise ConfigError(
+            f"expert_model_parallel_size {args.expert_model_parallel_size} with {within} tensor ranks in each expert "
+            "needs a GPU: gloo gathers only equal shares: pass --expert-tensor-parallel-size 1"
+        )
     needed = within * args.expert_model_parallel_size * args.pipeline_model_parallel_size
     if world_size % needed:
         raise ConfigError(
             f"{world_size} ranks cannot be divided into expert_model_parallel_size {args.expert_model_parallel_size} × "
             f"{within} tensor ranks × pipeline_model_parallel_size {args.pipeline_model_parallel_size}: use a multiple "
             f"of {needed}"
-        )
-
-
-def refuse_divided_experts(args: MegatronArgs) -> None:
-    """Raises ConfigError where tensor ranks of an expert would gather what gloo cannot: unequally many tokens."""
-    within = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    if args.expert_model_parallel_size > 1 and within > 1:
-        raise ConfigError(
-            f"expert_model_parallel_size {args.expert_model_parallel_size} with {within} tensor ranks in each expert "
-            "needs a GPU: gloo gathers only equal shares: pass --expert-tensor-parallel-size 1"
         )
 
 
