@@ -52,10 +52,6 @@ def partition(costs: Sequence[int], num_parts: int) -> list[list[int]]:
     return [sorted(part) for _, part in heap[0][2]] if heap else [[] for _ in range(num_parts)]
 
 
-# Differencing merges all bins for each item. With many of both, best fit is close to the fewest bins anyway.
-_MOST_MERGES = 8192
-
-
 def longest_first(costs: Sequence[int]) -> list[int]:
     """Indices by descending cost; equal ones as they come."""
     return sorted(range(len(costs)), key=lambda i: -costs[i])
@@ -79,20 +75,6 @@ def best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
             bins.append([index])
         if room > costs[index]:
             insort(rooms, (room - costs[index], home))
-    return bins
-
-
-def few_bins(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Like `best_fit`, in fewer bins where equal sums (`partition`) fit into fewer."""
-    bins = best_fit(costs, capacity)
-    alone = [[i] for i, cost in enumerate(costs) if cost > capacity]
-    others = [i for i, cost in enumerate(costs) if cost <= capacity]
-    fewest = -(-sum(costs[i] for i in others) // capacity)
-    while len(bins) - len(alone) > fewest and len(others) * len(bins) <= _MOST_MERGES:
-        fewer = partition([costs[i] for i in others], len(bins) - len(alone) - 1)
-        if any(sum(costs[others[i]] for i in part) > capacity for part in fewer):
-            break
-        bins = alone + [[others[i] for i in part] for part in fewer]
     return bins
 
 
@@ -144,7 +126,6 @@ class StepPlan:
         return self.by_data_rank[dp_rank]
 
     def sample_ids(self, dp_rank: int) -> list[str]:
-        """All of one data rank."""
         return [sample_id for ids in self.by_data_rank[dp_rank] for sample_id in ids]
 
     @property
@@ -154,14 +135,11 @@ class StepPlan:
 
     @property
     def all_sample_ids(self) -> frozenset[str]:
-        """All of the step."""
         return frozenset(i for rank in range(len(self.by_data_rank)) for i in self.sample_ids(rank))
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """The job's way of cutting."""
-
     dp_size: int
     packing: Packing
     micro_batch_size: int
@@ -236,21 +214,9 @@ class Planner:
         each = self._aligned(-(-len(fitted) // self.dp_size))
         if each * _TOLERATED >= self._aligned(max(map(len, cut))):
             return cut
-        micros = self._evened(units, each * self.dp_size, max_tokens) or fitted
-        shares = spread([sum(map(cost, micro)) for micro in micros], self.dp_size, each)
-        found = [[micros[i] for i in share] for share in shares]
+        shares = spread([sum(map(cost, micro)) for micro in fitted], self.dp_size, each)
+        found = [[fitted[i] for i in share] for share in shares]
         return found if _heaviest(found, cost) <= _HEAVIER * _heaviest(cut, cost) else cut
-
-    def _evened(self, units: Sequence[Unit], count: int, max_tokens: int) -> list[Unit] | None:
-        """`count` micro-batches of about equal size; None where they do not come out within `max_tokens`."""
-        if self.packing == "padded":
-            return None
-        samples = [sample for unit in units for sample in unit]
-        lengths = [_row_positions(sample) for sample in samples]
-        bins = spread(lengths, count)
-        if any(sum(lengths[i] for i in indices) > max_tokens for indices in bins):
-            return None
-        return [[samples[i] for i in indices] for indices in bins if indices]
 
     def _fitted(self, units: Sequence[Unit], max_tokens: int) -> list[Unit]:
         """Few micro-batches; samples of one prompt stay together where that makes no more of them."""
@@ -259,12 +225,12 @@ class Planner:
         if self.packing == "padded":
             bins = fill_in_order(longest_first(lengths), lengths, max_tokens)
         else:
-            bins = few_bins(lengths, max_tokens)
+            bins = best_fit(lengths, max_tokens)
         apart = [[samples[i] for i in indices] for indices in bins]
         if self.packing != "shared_prompts":
             return apart
         whole = [part for unit in units for part in self._divided(unit, max_tokens)]
-        together = few_bins([self._row_tokens(unit) for unit in whole], max_tokens)
+        together = best_fit([self._row_tokens(unit) for unit in whole], max_tokens)
         if len(together) > len(apart):
             return apart
         return [[sample for i in indices for sample in whole[i]] for indices in together]
@@ -280,12 +246,10 @@ class Planner:
 
 
 def _row_positions(sample: SampleFacts) -> int:
-    """Row positions of the sample by itself."""
     return sample.prompt_length + sample.response_length - 1
 
 
 def _heaviest(cut: Sequence[Sequence[Unit]], cost: Cost) -> int:
-    """The work of the data rank that has most."""
     return max(sum(cost(sample) for micro in micros for sample in micro) for micros in cut)
 
 
@@ -306,7 +270,6 @@ class ModelFlops:
 
     @classmethod
     def of(cls, architecture: Architecture) -> ModelFlops:
-        """Counted from the architecture alone."""
         a, mla, linear = architecture, architecture.latent_attention, architecture.linear_attention
         head = a.kv_channels * 2 if mla is None else mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim
         num_linear, num_alone = len(linear.layers) if linear else 0, len(a.mlp_layers or ())
@@ -322,7 +285,6 @@ class ModelFlops:
         )
 
     def forward(self, tokens: int, pairs: int, projections: int) -> int:
-        """The operations of a forward pass over that many tokens, pairs and predictions."""
         return tokens * self.per_token + pairs * self.per_pair + projections * self.per_projection
 
     def training(self, samples: Iterable[tuple[int, int]]) -> int:
@@ -359,7 +321,6 @@ def _num_tokens(sample: SampleFacts) -> int:
 class MicroBatch:
     """Rows for the model, and n answers beside them: column t speaks of a response's token t. On the CPU."""
 
-    sample_ids: Ids
     samples: Sequence[Sample]
     """One a row of what follows; none where there is nothing to train"""
     rows: Rows
@@ -394,7 +355,6 @@ def collate(samples: Sequence[Sample], packing: Packing) -> MicroBatch:
         log_probs[row, first:size] = torch.from_numpy(sample.rollout_log_probs[first:].copy())
         target_slots.append(np.arange(first, size) + row * shape[1])
     return MicroBatch(
-        sample_ids=tuple(s.sample_id for s in samples),
         samples=tuple(samples),
         rows=packed.rows,
         logit_positions=torch.from_numpy(np.concatenate(packed.logit_positions)),
@@ -410,7 +370,6 @@ def empty_micro_batch() -> MicroBatch:
     """One row, nothing to train: for a data rank that has fewer than the others."""
     one = torch.zeros((1, 1), dtype=torch.int64)
     return MicroBatch(
-        sample_ids=("",),
         samples=(),
         rows=Rows(one, one, None),
         logit_positions=one[0],
