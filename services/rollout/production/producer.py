@@ -15,11 +15,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.buffer import Buffer
+from headrace.client.open import Buffer
 from headrace.errors import (
     Aborted,
     DeadlineExceeded,
@@ -41,26 +40,19 @@ STREAM = "train"
 _WAIT_SECONDS = 5.0
 
 
-class ProducerLedger(Protocol):
-    """The buffer as producers use it."""
-
-    async def lease(self, max_groups: int) -> buffer_pb2.LeaseGroupsResponse:
-        """Waits some seconds for the first group; may return none."""
-
-    async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
-        """Returns the ids of leases that have ended."""
-
-    async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
-        """Ends a lease with a result."""
-
-    async def release(self, releases: Sequence[buffer_pb2.LeaseRelease]) -> None:
-        """Returns leases unfinished; their groups are queued again."""
-
-
 class BufferLedger:
-    """One stream of a buffer service."""
+    """One stream of a buffer service, as producers use it."""
 
-    def __init__(self, buffer: Buffer, stream: str, *, wait_seconds: float = _WAIT_SECONDS) -> None:
+    def __init__(
+        self,
+        buffer: Buffer,
+        stream: str,
+        *,
+        wait_seconds: float = _WAIT_SECONDS,
+        answered: Callable[[buffer_pb2.LeaseGroupsResponse], None] = lambda _: None,
+    ) -> None:
+        """`answered` is told of every answer to a request for leases."""
+        self._answered = answered
         self._buffer = buffer
         self._stream = stream
         self._producer_id = f"rollout-{uuid.uuid4().hex[:8]}"
@@ -77,6 +69,7 @@ class BufferLedger:
             oldest_version=self._oldest_version,
         )
         self._oldest_version = answer.oldest_version
+        self._answered(answer)
         return answer
 
     async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
@@ -115,7 +108,7 @@ class Producer:
 
     def __init__(
         self,
-        ledger: ProducerLedger,
+        ledger: BufferLedger,
         sampler: GroupSampler,
         served_version: Callable[[], int],
         metrics: RolloutMetrics,
@@ -319,7 +312,8 @@ class Producer:
 
     async def _put(self, lease: buffer_pb2.GroupLease, put: buffer_pb2.GroupPut) -> buffer_pb2.LeaseRelease | None:
         """Returns None once the ledger has the put. One that it refuses for good is put as FAILED, or else released."""
-        newest = _newest_version(put)
+        ranges = (r for sample in put.samples for r in sample.envelope.policy_ranges)
+        newest = max((r.policy_version for r in ranges), default=0)
         if newest > self._served_version():
             return _release(lease.lease_id, f"version {newest} is not served any more: its trainer started again")
         try:
@@ -350,10 +344,6 @@ class Producer:
             return isinstance(error, RetryableError | DeadlineExceeded)
 
         return await retry_until(math.inf, lambda _: self._ledger.put(put), may_help)
-
-
-def _newest_version(put: buffer_pb2.GroupPut) -> int:
-    return max((r.policy_version for sample in put.samples for r in sample.envelope.policy_ranges), default=0)
 
 
 def _release(lease_id: str, why: str) -> buffer_pb2.LeaseRelease:
