@@ -1,7 +1,8 @@
 """`make bench`: from `headrace train` to the end of step 1, against the libraries alone.
 
 The libraries alone: SGLang's own server, from its command to its first answer, beside a process that builds the model
-in Megatron-core and its optimizer. No run can start faster than both. Seconds of the clock and of the processors.
+in Megatron-core and its optimizer. No run can start faster than both. Nobody evaluates before training. Seconds of the
+clock and of the processors.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def libraries(model: Path) -> tuple[float, float]:
 def first_step(folder: Path, model: Path) -> tuple[float, float]:
     """The quickstart's run, which is ended after its first step."""
     write_template(folder, "sums", str(model))
-    words = ["--run-dir", str(folder), "--run-name", "bench"]
+    words = ["--run-dir", str(folder), "--run-name", "bench", "--skip-eval-before-train"]
     run = start([sys.executable, "-m", "headrace.cli.main", "train", str(folder / "job.toml"), *words], {}, folder)
     metrics = folder / "bench/metrics.jsonl"
 

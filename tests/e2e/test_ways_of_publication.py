@@ -1,12 +1,15 @@
 """A real SGLang engine takes new weights on every way, in float32 and in block FP8, bit for bit as they were sent.
 
+Deltas also reach engines of two ranks and engines of experts.
+
 On a CPU it holds and hashes FP8; it cannot compute with it, because its FP8 kernels are Triton's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -14,6 +17,7 @@ from typing import cast
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from headrace.errors import ChecksumMismatch, FailedPrecondition
@@ -25,7 +29,7 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.arguments import has_accelerator
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
-from services.rollout.fleet_build import sglang_factory
+from services.rollout.fleet_build import sglang_factory, slots_of
 from services.rollout.production.generator import Generator
 from services.rollout.publication.publication import CommitResult
 from services.rollout.publication.receiver import Receiver
@@ -40,6 +44,7 @@ from tests.long_forms import whole_run
 from tests.support.engine_stack import PROMPT, hugging_face_log_probs
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
+from tests.support.models.tiny_families import EXPERTS_OF_ENGINES, make_tiny
 from tests.support.models.tiny_model import make_tiny_qwen3, make_tiny_tokenizer
 
 pytestmark = [whole_run, pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -47,30 +52,34 @@ pytestmark = [whole_run, pytest.mark.engine, pytest.mark.asyncio(loop_scope="mod
 
 @dataclass(frozen=True)
 class Stack:
-    model: Qwen3ForCausalLM
+    model: Qwen3ForCausalLM | None
+    """What the probe is computed with."""
+    weights: Mapping[str, Tensor]
     checkpoint: Path
     form: QuantizedForm | None
     fleet: Fleet
     roots: dict[str, Path]
     memory: MemoryFiles
+    hashes: bool
     senders: dict[str, WeightSender | WeightWriter] = field(default_factory=dict)
 
     def sender(self, way: str) -> WeightSender | WeightWriter:
         """The same one at each call: it remembers what was published."""
-        policy, form = cast(Policy, self.source), self.form
+        policy, form, hashes = cast(Policy, self.source), self.form, self.hashes
         if way not in self.senders and way == "disk":
             self.senders[way] = WeightWriter(
-                policy, ALONE, lambda _: False, root=self.roots["disk"], file_bytes=100_000, form=form
+                policy, ALONE, lambda _: False, root=self.roots["disk"], file_bytes=100_000, form=form, hashes=hashes
             )
         elif way not in self.senders:
             self.senders[way] = WeightSender(
-                policy, ALONE, lambda _: False, host="127.0.0.1", bucket_bytes=512 << 20, timeout_seconds=240, form=form
-            )
+                policy, ALONE, lambda _: False, host="127.0.0.1", bucket_bytes=512 << 20, timeout_seconds=240,
+                form=form, hashes=hashes,
+            )  # fmt: skip
         return self.senders[way]
 
     @property
     def source(self) -> SameWeights:
-        return SameWeights({name: each.detach() for name, each in self.model.named_parameters()}, self.checkpoint)
+        return SameWeights(self.weights, self.checkpoint)
 
     def plan(self, version: int, *, group: GroupPlan | None = None, root: Path | None = None) -> Plan:
         specs = self.source.hf_tensor_specs()
@@ -88,17 +97,22 @@ class Stack:
         )
 
     def probe(self) -> Probe | None:
-        if self.form:
+        if self.form or self.model is None:
             return None
         return Probe(PROMPT, hugging_face_log_probs(self.model, PROMPT[:1], PROMPT[1:]).tolist(), 1e-3)
 
 
 @pytest.fixture(scope="module", params=["float32", "fp8"])
 async def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    folder = tmp_path_factory.mktemp(request.param)
-    plain, form, dtype = folder / "model", None, torch.float32
-    if request.param == "fp8":
-        plain, dtype = folder / "plain", torch.bfloat16
+    async with running(request.param, tmp_path_factory.mktemp(request.param)) as made:
+        yield made
+
+
+@asynccontextmanager
+async def running(kind: str, folder: Path) -> AsyncIterator[Stack]:
+    plain, form, dtype, sections = folder / "model", None, torch.float32, {}
+    if kind == "fp8":
+        plain, dtype, sections = folder / "plain", torch.bfloat16, {"sglang": {"dtype": "bfloat16"}}
         config = Qwen3Config(
             vocab_size=320, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=64, max_position_embeddings=512, tie_word_embeddings=True,
@@ -106,16 +120,26 @@ async def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         Qwen3ForCausalLM(config).to(dtype).save_pretrained(plain)
         make_tiny_tokenizer().save_pretrained(plain)
         form = to_fp8(plain, folder / "model")
+    elif kind == "experts":
+        make_tiny(plain, "qwen3_moe", moe_intermediate_size=EXPERTS_OF_ENGINES["moe_intermediate_size"])
     else:
         make_tiny_qwen3(plain)
-    sections = {"model": {"hf_checkpoint": folder / "model"}} | ({"sglang": {"dtype": "bfloat16"}} if form else {})
-    factory = sglang_factory(Job.model_validate(sections), folder, has_accelerator=await has_accelerator())
-    fleet = Fleet(1, 1, factory, RememberedRouting(), FleetTiming(start_seconds=600, check_interval_seconds=0.5))
+    if kind == "two ranks":
+        sections = {"placement": {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}}
+    job = Job.model_validate({"model": {"hf_checkpoint": folder / "model"}, **sections})
+    factory = sglang_factory(job, folder, has_accelerator=await has_accelerator())
+    timing = FleetTiming(start_seconds=600, check_interval_seconds=0.5)
+    fleet = Fleet(1, slots_of(job), factory, RememberedRouting(), timing)
     await fleet.start()
-    model = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
+    if kind == "experts":  # transformers stacks them
+        model, weights = None, {n: t for file in plain.glob("*.safetensors") for n, t in load_file(file).items()}
+    else:
+        model = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
+        weights = {name: each.detach() for name, each in model.named_parameters()}
     with all_ranks():
         roots = {"disk": folder / "weights", "ipc": memory_folder(folder)}
-        yield Stack(model, folder / "model", form, fleet, roots, MemoryFiles())
+        hashes = kind != "two ranks"
+        yield Stack(model, weights, folder / "model", form, fleet, roots, MemoryFiles(), hashes)
     await fleet.stop()
     remove(memory_folder(folder))
 
@@ -156,6 +180,7 @@ async def through_files(
         file_bytes=100_000,
         memory=memory,
         form=stack.form,
+        hashes=stack.hashes,
     )
     plan = stack.plan(version, root=root)
     name = plan.publication_id
@@ -183,11 +208,11 @@ async def test_an_engine_has_the_weights_that_were_sent_on_every_way_and_compute
     digests = []
     for version, way in enumerate(["collective", "disk", "ipc"], start=1):
         with torch.no_grad():
-            for weight in stack.model.parameters():
+            for weight in stack.weights.values():
                 weight.mul_(1.01)
         committed = await (broadcast(stack, version) if way == "collective" else through_files(stack, way, version))
         digests.append(committed.weights_digest)
-        if stack.form is None:
+        if stack.form is None and stack.model is not None:
             async with EngineClient(stack.fleet.engines[0].url) as client:
                 made = await Generator(client, stack.fleet.weights).generate(
                     PROMPT, SamplingParams(max_new_tokens=8), request_id=way, seconds=240
@@ -236,13 +261,23 @@ async def by_delta(stack: Stack, way: str, version: int, receiver: Receiver, bas
 
 @pytest.mark.parametrize("way", ["disk", "collective"])
 async def test_a_delta_gives_an_engine_the_weights_that_the_whole_gives_it(stack: Stack, way: str) -> None:
+    await a_delta_and_the_whole_agree(stack, way)
+
+
+@pytest.mark.parametrize("kind", ["two ranks", "experts"])
+async def test_a_delta_lands_in_each_rank_and_each_expert_as_the_whole_does(tmp_path: Path, kind: str) -> None:
+    async with running(kind, tmp_path) as stack:
+        for way in ("disk", "collective"):
+            await a_delta_and_the_whole_agree(stack, way)
+
+
+async def a_delta_and_the_whole_agree(stack: Stack, way: str) -> None:
     first = {"disk": 30, "collective": 40}[way]
     receiver = Receiver(stack.fleet, stack.roots["disk"])
     base = await through_files(stack, "disk", first, receiver=receiver)
     stack.sender(way).keep()
-    with torch.no_grad():
-        for number, weight in enumerate(stack.model.parameters()):
-            weight.view(-1)[number::97].mul_(0.5)
+    for number, weight in enumerate(stack.weights.values()):
+        weight.view(-1)[number::97].mul_(0.5)
     changed = await by_delta(stack, way, first + 1, receiver, base)
     whole = await through_files(stack, "disk", first + 2)
     assert changed.weights_digest == whole.weights_digest

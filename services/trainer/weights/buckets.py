@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,12 +90,15 @@ class RollbackCopy:
 
     def changed(self, name: str, tensor: Tensor) -> Change:
         """The values whose bits differ from the kept ones, found on the tensor's device."""
-        new = _as_bits(tensor)
-        differs = new != _as_bits(self._kept[name].to(tensor.device, non_blocking=True))
-        positions = differs.nonzero().flatten()
+        new, kept = _as_bits(tensor), _as_bits(self._kept[name])
+        if new.device.type == "cpu":  # numpy takes a quarter of torch's time
+            positions = np.flatnonzero(new.numpy() != kept.numpy())
+            bits = new.numpy()[positions]
+        else:
+            places = (new != kept.to(new.device, non_blocking=True)).nonzero().flatten()
+            positions, bits = places.cpu().numpy(), new[places].cpu().numpy()
         dtype, size = str(tensor.dtype).removeprefix("torch."), tensor.element_size()
-        bits = new[positions].cpu().numpy().view(f"u{size}")
-        return Change(name, dtype, tuple(tensor.shape), positions.cpu().numpy(), bits)
+        return Change(name, dtype, tuple(tensor.shape), positions, bits.view(f"u{size}"))
 
     def change(self, changes: Iterable[Change]) -> None:
         """Keeps the changed weights in place of those that they were found with."""
