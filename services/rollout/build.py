@@ -42,7 +42,7 @@ from services.rollout.evaluation.function import EvalFunction
 from services.rollout.evaluation.runner import SAMPLES_AT_ONCE, EvalRunner
 from services.rollout.fleet_build import EngineParts, capacity, engine_parts, joined_parts
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.generator import StopStrings
+from services.rollout.production.generator import StopStrings, request_ender
 from services.rollout.production.groups import GroupSampler, Teacher, UntrainedSamples
 from services.rollout.production.hooks import (
     AllSamples,
@@ -441,6 +441,7 @@ class _Build:
             self.metrics,
             max_groups_in_flight=groups_at_once(self.job.rollout),
             interrupt=None if self.host else self.fleet.interrupt,
+            end_requests=None if self.host else request_ender(lambda: self.fleet.engines),
         )
 
     def groups(self) -> GroupSampler:

@@ -2,7 +2,8 @@
 
 Consumes leases; waits for admission, a free slot, engines with the ledger's version, and `resume`; produces puts.
 States: running ⇄ paused → drained. Leases are renewed while a group is generated; an expired lease ends the work on its
-group. Work that no step can train any more ends in a release, as every step that it is fresh enough for has its batch.
+group. Work that no step can train any more ends in a release, as every step that it is fresh enough for has its batch:
+with its tokens where a later lease masks them and goes on.
 All other work on a group ends in a put or in a release, with one line in the log.
 """
 
@@ -32,7 +33,8 @@ from headrace.rpc import tracing
 from headrace.rpc.log import kept_running, log
 from headrace.rpc.retry import retry_until
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.groups import GroupResult, GroupSampler
+from services.rollout.production.generator import EndRequest
+from services.rollout.production.groups import GroupResult, GroupSampler, request_prefix
 
 STREAM = "train"
 _WAIT_SECONDS = 5.0
@@ -113,8 +115,11 @@ class Producer:
         *,
         max_groups_in_flight: int,
         interrupt: Callable[[], Awaitable[None]] | None = None,
+        end_requests: EndRequest | None = None,
     ) -> None:
+        """`interrupt` ends all requests at the engines, `end_requests` those whose ids begin so."""
         self._interrupt = interrupt
+        self._end_requests = end_requests
         self._ledger = ledger
         self._sampler = sampler
         self._served_version = served_version
@@ -218,12 +223,18 @@ class Producer:
         self._groups[lease.lease_id] = _GroupInFlight(lease, interruption, work)
 
     async def _end_useless(self, oldest_version: int) -> None:
-        """Ends groups that were begun with older versions, if their tokens so far are of no use to a later lease."""
-        useless = [group for group in self._groups.values() if group.lease.policy_version < oldest_version]
-        if not useless or self._sampler.returns_partials:
+        """Ends groups with older tokens that would be trained; with them, where a later lease may mask them."""
+        groups = self._groups.values()
+        useless = [group for group in groups if self._sampler.oldest_version(group.lease) < oldest_version]
+        if not useless:
             return
         log.info("groups_ended", groups=len(useless), why=_USELESS)
-        await self._give_back(useless, _USELESS)
+        if not self._sampler.masks_partials:
+            await self._give_back(useless, _USELESS)
+        elif self._end_requests:  # asked again with the next lease: a request may be on its way to an engine
+            for group in useless:
+                group.interruption.set()
+            await asyncio.gather(*(self._end_requests(request_prefix(group.lease)) for group in useless))
 
     async def _give_back(self, groups: Sequence[_GroupInFlight], why: str) -> None:
         """Ends the work on groups and releases their leases."""
