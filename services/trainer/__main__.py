@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
@@ -32,17 +33,19 @@ from services.trainer.control.ranks import RankGroup, follow, join
 from services.trainer.control.worker import RankWorker
 from services.trainer.data.buffer import TrainerBuffer
 from services.trainer.data.samples import Fetch
+from services.trainer.failure_budget import FailureBudget
 from services.trainer.ledger import StreamLedger
 from services.trainer.megatron.parallel import FILES_TIMEOUT
+from services.trainer.model.build import join_ranks
 from services.trainer.serving.console import Savable
 from services.trainer.serving.servicer import TrainerServicer
-from services.trainer.tinker.serve import TinkerServer, follow_tinker
+from services.trainer.standalone import UntrainedRanks
+from services.trainer.tinker.serve import follow_tinker, serve_tinker
 
 
 async def run_rank0(
     build: TrainerBuild, listen: Listen, buffer: TrainerBuffer, fetch: Fetch, compute: ThreadPoolExecutor
 ) -> None:
-    """Returns when the run is finished or left; raises what ended it otherwise."""
     rollout = build.rollout()
     schedule, report = build.schedule(), build.report()
     console = build.console(report, rollout, schedule)
@@ -57,19 +60,16 @@ async def run_rank0(
         console.open(savable, world_size, step)
         await server.set_ready()
         ledger = StreamLedger(
-            buffer, fetch.stream, console, build.failure_budget(), build.recorder(buffer, fetch.stream)
+            buffer, fetch.stream, console, FailureBudget.of(build.job.rollout), build.recorder(buffer, fetch.stream)
         )
         await training.train(ledger, ranks, console, schedule)
 
-    async def serve_tinker() -> None:
-        assert rollout is not None, "the job's rules refuse debug_train_only"
-        console.open_without_steps(joined.layout.world_size)
-        await server.set_ready()
-        await TinkerServer(build.job, build.run_dir, listen, rollout).run(joined, compute, console.until_stopped)
-
     async def train() -> None:
         if build.job.serves_tinker:
-            await serve_tinker()
+            assert rollout is not None, "the job's rules refuse debug_train_only"
+            console.open_without_steps(joined.layout.world_size)
+            await server.set_ready()
+            await serve_tinker(build.job, build.run_dir, listen, rollout, joined, compute, console.until_stopped)
             return
         built = await asyncio.get_running_loop().run_in_executor(compute, build.rank, fetch, joined)
         group = RankGroup(joined.channel, built.worker, compute)
@@ -81,11 +81,11 @@ async def run_rank0(
     try:
         if build.trains:
             await build.clear_devices(rollout)
-            joined = await join(build.join, compute)
+            joined = await join(partial(join_ranks, build.job), compute)
             await joined.channel.guard(train())
             await joined.channel.close()
         else:
-            ranks = build.untrained((await buffer.stats(fetch.stream)).committed_step)
+            ranks = UntrainedRanks((await buffer.stats(fetch.stream)).committed_step, build.run_dir)
             await run(ranks, ranks, 0, await ranks.restore())
         if console.verdict:
             raise NothingToLearn(console.verdict)
@@ -147,7 +147,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def run_rank(build: TrainerBuild, listen: Listen) -> None:
-    """Builds this rank's share; rank 0 runs the loop, the others follow it."""
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
     buffer = build.buffer()
@@ -157,7 +156,7 @@ async def run_rank(build: TrainerBuild, listen: Listen) -> None:
     else:
         for number in ASK_TO_END:  # rank 0 is asked too, saves with all ranks, and lets them go
             signal.signal(number, signal.SIG_IGN)
-        joined = await join(build.join, compute)
+        joined = await join(partial(join_ranks, build.job), compute)
 
         async def work() -> None:
             if build.job.serves_tinker:

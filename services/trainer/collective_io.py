@@ -11,6 +11,7 @@ import json
 import re
 import stat
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,19 +37,14 @@ _CPU = torch.device("cpu")
 _MESSAGE_CHARACTERS = 900
 
 
+@dataclass(slots=True)
 class CollectiveIO:
     """One operation on files. `refusal` is the class of the error for a path that cannot be used."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device = _CPU,
-        refusal: type[FailedPrecondition | InvalidArgument] = FailedPrecondition,
-    ) -> None:
-        self._group = group
-        self._device = device
-        self._refusal = refusal
-        self._failure: HeadraceError | None = None
+    group: dist.ProcessGroup
+    device: torch.device = _CPU
+    refusal: type[FailedPrecondition | InvalidArgument] = FailedPrecondition
+    _failure: HeadraceError | None = field(default=None, init=False)
 
     def attempt(self, work: Callable[[], T]) -> T | None:
         """This rank's part. A failure is kept for `agree`; None then, and after an earlier failure."""
@@ -66,12 +62,11 @@ class CollectiveIO:
 
     def agree(self) -> None:
         """Collective. Raises the error of the first rank that failed, on every rank."""
-        own = b"" if self._failure is None else _encoded(self._failure, self._group)
-        if first := next(filter(None, gathered_bytes(own, self._group, self._device)), None):
+        own = b"" if self._failure is None else _encoded(self._failure, self.group)
+        if first := next(filter(None, gathered_bytes(own, self.group, self.device)), None):
             raise _decoded(first) from self._failure
 
     def do(self, work: Callable[[], T]) -> T:
-        """Attempts the work and agrees on it."""
         found: list[T] = []
         self.attempt(lambda: found.append(work()))
         self.agree()
@@ -79,14 +74,14 @@ class CollectiveIO:
 
     def gather(self, text: str) -> list[str]:
         """Collective: every rank's text, on the first rank; [] on the others."""
-        found = gathered_bytes(text.encode(), self._group, self._device, to_all=False)
+        found = gathered_bytes(text.encode(), self.group, self.device, to_all=False)
         return [each.decode() for each in found]
 
     def _of_disk(self, error: OSError | SafetensorError) -> HeadraceError:
         number = error.errno if isinstance(error, OSError) else _errno(str(error))
         if number in FULL_DISK:
             return ResourceExhausted(f"the disk is full: {error}: free some space, or name a folder on another disk")
-        return self._refusal(f"the disk refuses: {error}")
+        return self.refusal(f"the disk refuses: {error}")
 
 
 def _errno(message: str) -> int | None:

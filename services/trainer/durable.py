@@ -16,6 +16,7 @@ from typing import Any
 from headrace.disk import FULL_DISK, sync
 from headrace.errors import AlreadyExists, DiskFull
 from headrace.rpc.log import log
+from headrace.rpc.retry import retry_until
 
 
 def make_folder(folder: Path) -> None:
@@ -34,7 +35,6 @@ def sync_files(folder: Path) -> None:
 
 
 def put_in_place(draft: Path, target: Path) -> None:
-    """Gives a durable draft its name, durably."""
     draft.rename(target)
     sync(target.parent)
 
@@ -106,7 +106,6 @@ def _ends_a_line(file: FileIO) -> bool:
 
 
 PATIENCE_SECONDS = 300.0
-_AGAIN_SECONDS = 0.5
 
 
 async def retry_while_full(
@@ -116,25 +115,24 @@ async def retry_while_full(
 
     `write` must leave nothing behind when it fails.
     """
-    end = time.monotonic() + patience_seconds
-    said = False
-    while True:
+    errors: list[DiskFull] = []
+
+    async def attempt(seconds_left: float) -> None:
         try:
             await asyncio.to_thread(write)
         except OSError as error:
             if error.errno not in FULL_DISK:
                 raise
-            full = DiskFull(
-                f"the disk is full: {file}: {error.strerror}. Delete other files on it, and the training goes on by "
-                "itself; or stop the run, move its folder to a larger disk, and repeat the command"
+            errors.append(
+                DiskFull(
+                    f"the disk is full: {file}: {error.strerror}. Delete other files on it, and the training goes on "
+                    "by itself; or stop the run, move its folder to a larger disk, and repeat the command"
+                )
             )
-            if time.monotonic() > end:
-                raise full from error
-            if not said:
-                log.error("disk_full", message=full.message)
-                said = True
-            await asyncio.sleep(_AGAIN_SECONDS)
-        else:
-            if said:
-                log.warning("disk_has_space", file=str(file))
-            return
+            if len(errors) == 1 and seconds_left > 0:
+                log.error("disk_full", message=errors[0].message)
+            raise errors[0] from error
+
+    await retry_until(time.monotonic() + patience_seconds, attempt)
+    if errors:
+        log.warning("disk_has_space", file=str(file))

@@ -63,8 +63,6 @@ class FailureBudget:
 
 
 class Window:
-    """Readings of the last `size` samples."""
-
     def __init__(self, size: int) -> None:
         self._size = size
         self._readings: deque[pb.Production] = deque()

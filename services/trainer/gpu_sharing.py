@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from headrace.client.rollout import RolloutClient
 from headrace.errors import Fenced
@@ -31,27 +32,23 @@ class OwnDevices:
     async def give(self) -> None: ...
 
 
+@dataclass(slots=True)
 class SharedDevices:
-    """`seconds` is how long engines may take to start."""
+    """`engines` are all rollout services, none where they keep their memory; `seconds`: how long their start may take.
+
+    The moves are None where ranks keep theirs.
+    """
 
     is_shared = True
 
-    def __init__(
-        self,
-        engines: Sequence[RolloutClient],
-        *,
-        seconds: float,
-        to_host: Move | None,
-        to_device: Move | None,
-    ) -> None:
-        """`engines` are all rollout services, none where they keep their memory; the moves are None where ranks do."""
-        self._engines = engines
-        self._seconds = seconds
-        self._to_host = to_host
-        self._to_device = to_device
-        self._are_engines = False
-        self._epoch = 0
-        self._one_at_a_time = asyncio.Lock()
+    engines: Sequence[RolloutClient]
+    _: KW_ONLY
+    seconds: float
+    to_host: Move | None
+    to_device: Move | None
+    _are_engines: bool = field(default=False, init=False)
+    _epoch: int = field(default=0, init=False)
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def claim(self, epoch: int) -> None:
         self._epoch = epoch
@@ -60,9 +57,9 @@ class SharedDevices:
         async with self._one_at_a_time:
             if not self._are_engines:
                 return
-            await _all(self._engines, lambda each: each.release_memory(self._epoch, deadline_seconds=self._seconds))
-            if self._to_device is not None:
-                await self._to_device()
+            await _all(self.engines, lambda each: each.release_memory(self._epoch, deadline_seconds=self.seconds))
+            if self.to_device is not None:
+                await self.to_device()
             self._are_engines = False
             log.info("devices_taken")
 
@@ -70,10 +67,10 @@ class SharedDevices:
         async with self._one_at_a_time:
             if self._are_engines:
                 return
-            if self._to_host is not None:
-                await self._to_host()
+            if self.to_host is not None:
+                await self.to_host()
             self._are_engines = True  # from now on engines may have some of it, whatever becomes of the call
-            await _all(self._engines, lambda each: each.resume_memory(self._epoch, deadline_seconds=self._seconds))
+            await _all(self.engines, lambda each: each.resume_memory(self._epoch, deadline_seconds=self.seconds))
             log.info("devices_given")
 
 

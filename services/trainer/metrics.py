@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -37,34 +38,6 @@ MISMATCH = (
 )
 """Means over the responses that have a trained token."""
 
-SUMS = (
-    "loss/policy",
-    "loss/sft",
-    "loss/custom",
-    "loss/kl",
-    "loss/entropy",
-    "tokens",
-    "entropy",
-    "ratio",
-    "ratio_squared",
-    "ppo_kl",
-    "clip_fraction",
-    "clipped_low",
-    "clipped_high",
-    "tis_weight",
-    "tis_weight_squared",
-    "tis_truncated",
-    "opsm_masked",
-    "log_prob_diff",
-    "kept_tokens",
-    "outside_mask",
-    "rs_rejected",
-    "rs_vetoed",
-    "answers",
-    *MISMATCH,
-)
-"""The squared statistics: of the distance from 1, near which the values are; plain squares would lose it."""
-
 MAXIMA = ("ratio/max", "tis_weight/max")
 """The largest values over all tokens; none of them is ever negative."""
 
@@ -88,6 +61,17 @@ MEANS = {
 
 DEVIATIONS = {"ratio/std": ("ratio", "ratio_squared"), "tis_weight/std": ("tis_weight", "tis_weight_squared")}
 """Standard deviations over the trained tokens, likewise."""
+
+SUMS = (
+    *("loss/policy", "loss/sft", "loss/custom", "loss/kl", "loss/entropy"),
+    "tokens",
+    *MEANS.values(),
+    "ratio_squared",
+    "tis_weight_squared",
+    "answers",
+    *MISMATCH,
+)
+"""The squared statistics: of the distance from 1, near which the values are; plain squares would lose it."""
 
 
 def reported(config: TrainSection, *, has_custom_tis: bool) -> frozenset[str]:
@@ -150,24 +134,24 @@ def peak_of(device_name: str) -> float | None:
     return next((peak for name, peak in _PEAK_TFLOPS.items() if name in device_name), None)
 
 
+@dataclass(frozen=True, slots=True)
 class Speed:
     """Operations are the model's own: each sample counts as a sequence of its own, trained once."""
 
-    def __init__(self, flops: ModelFlops, world_size: int, peak: float | None) -> None:
-        self._flops = flops
-        self._world_size = world_size
-        self._peak = peak
+    flops: ModelFlops
+    world_size: int
+    peak: float | None
 
     def metrics(self, samples: Sequence[SampleFacts], seconds: Mapping[str, float]) -> dict[str, float]:
         """Metrics from this rank's seconds by part: fetch, log_probs, forward, forward_backward, optimizer, critic."""
         seconds = defaultdict(float, seconds)
         steps = seconds["forward_backward"] + seconds["optimizer"]
         lengths = [(s.prompt_length + s.response_length, s.response_length) for s in samples]
-        tflops = self._flops.training(lengths) / max(steps, 1e-9) / self._world_size / 1e12
+        tflops = self.flops.training(lengths) / max(steps, 1e-9) / self.world_size / 1e12
         tokens_per_second = sum(tokens for tokens, _ in lengths) / max(seconds["log_probs"] + steps, 1e-9)
         found = {
             "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_rank": tokens_per_second / self._world_size,
+            "tokens_per_second_per_rank": tokens_per_second / self.world_size,
             "tflops_per_rank": tflops,
             "time/fetch_seconds": seconds["fetch"],
             "time/log_probs_seconds": seconds["log_probs"],
@@ -177,7 +161,7 @@ class Speed:
         }
         if "critic" in seconds:
             found["time/critic_seconds"] = seconds["critic"]
-        return found if self._peak is None else found | {"mfu": tflops / self._peak}
+        return found if self.peak is None else found | {"mfu": tflops / self.peak}
 
 
 class Stopwatch:
@@ -192,7 +176,7 @@ class Stopwatch:
     def part(self, name: str) -> Iterator[None]:
         """Times the block, and on a GPU the work that it gives to the GPU."""
         if self._on_gpu:
-            first, last = _event(), _event()
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
             with tracing.span(f"headrace.{name}"):
                 yield
@@ -220,11 +204,6 @@ class Stopwatch:
         self._events.clear()
         self._seconds.clear()
         return found
-
-
-def _event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)
-    return event
 
 
 LARGEST_STALENESS = 8

@@ -20,10 +20,10 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Protocol
@@ -38,7 +38,7 @@ from headrace.limits import object_of_line
 from headrace.models.torch_dist import is_torch_dist
 from headrace.rpc.log import log
 from headrace.run_folder import step_of
-from services.trainer.checkpoint.manifest import Manifest, RankFile, ShardChunk, versions
+from services.trainer.checkpoint.manifest import RANK_FILE, Manifest, RankFile, ShardChunk, versions
 from services.trainer.checkpoint.resharding import RANDOM, CheckpointReader, all_true
 from services.trainer.collective_io import CollectiveIO
 from services.trainer.durable import make_folder, put_in_place, remove
@@ -66,12 +66,10 @@ class CheckpointPart(Protocol):
 
 
 def checkpoint_folder(config: CheckpointSection, run_dir: Path) -> Path:
-    """The folder of this run's checkpoints."""
     return config.save or run_dir / "checkpoints"
 
 
 def step_name(step: int) -> str:
-    """The folder of one checkpoint."""
     return f"{_PREFIX}{step:08d}"
 
 
@@ -90,7 +88,6 @@ class Checkpoints:
         self._names_at_restore: frozenset[str] = frozenset()
 
     def path_of(self, step: int) -> Path:
-        """The folder of the checkpoint of this step, whether or not there is one."""
         return self._folder / step_name(step)
 
     def claim(self, epoch: int) -> None:
@@ -121,7 +118,10 @@ class Checkpoints:
         work = CollectiveIO(self._layout.files_group)
         draft = self._folder / f"{_DRAFT}{epoch}"
         work.do(lambda: self._begin(draft, epoch))
-        chunks = work.do(lambda: [_copied(chunk) for chunk in policy.chunks()])
+        # In CPU memory of their own: training goes on while they are written.
+        chunks = work.do(
+            lambda: [replace(c, values=c.values.to("cpu", copy=True).contiguous()) for c in policy.chunks()]
+        )
         state, scalars = TrainState(step, policy_version, epoch), dict(policy.scalars())
         self._writing = self._thread.submit(self._write, draft, chunks, scalars, state, scored_by)
         if not self._config.async_save:
@@ -181,9 +181,20 @@ class Checkpoints:
     ) -> None:
         work = CollectiveIO(self._layout.files_group)
         try:
-            files = work.gather(work.do(lambda: RankFile.write(draft, self._layout.rank, chunks)).to_json())
-            ranks = [RankFile.from_json(text) for text in files]
-            work.do(lambda: self._finish(draft, ranks, scalars, state, scored_by))
+            file = work.do(lambda: RankFile.write(draft, self._layout.rank, chunks))
+            files = [RANK_FILE.validate_json(text) for text in work.gather(json.dumps(asdict(file)))]
+            manifest = Manifest(
+                step=state.step,
+                policy_version=state.policy_version,
+                ledger_epoch=state.epoch,
+                layout=self._layout.name,
+                versions=versions(),
+                scalars=scalars,
+                files={file.name: file.facts for file in files},
+                places=[place for file in files for place in file.places],
+                scored_by=dict(scored_by),
+            )
+            work.do(lambda: self._finish(draft, manifest))
         except HeadraceError:
             if self._layout.rank == 0:
                 remove(draft)  # a full disk is not kept full
@@ -192,30 +203,12 @@ class Checkpoints:
             self._safe = state
             self._prune()
 
-    def _finish(
-        self,
-        draft: Path,
-        files: Sequence[RankFile],
-        scalars: dict[str, Any],
-        state: TrainState,
-        scored_by: Mapping[str, int],
-    ) -> None:
+    def _finish(self, draft: Path, manifest: Manifest) -> None:
         if self._layout.rank != 0:
             return
-        manifest = Manifest(
-            step=state.step,
-            policy_version=state.policy_version,
-            ledger_epoch=state.epoch,
-            layout=self._layout.name,
-            versions=versions(),
-            scalars=scalars,
-            files={file.name: file.facts for file in files},
-            places=[place for file in files for place in file.places],
-            scored_by=dict(scored_by),
-        )
         manifest.write(draft)
-        with self._owner.claimed(state.epoch):
-            target = self.path_of(state.step)
+        with self._owner.claimed(manifest.ledger_epoch):
+            target = self.path_of(manifest.step)
             replaced = target.with_name(f"{target.name}{_REPLACED}-{uuid.uuid4().hex[:8]}")
             if is_replaced := target.is_symlink() or target.exists():
                 target.rename(replaced)
@@ -226,7 +219,8 @@ class Checkpoints:
     def _prune(self) -> None:
         """A checkpoint is safe by now, so what cannot be removed stays."""
         found = {manifest.step: folder for folder, manifest in reversed(whole_checkpoints(self._folder))}
-        doubles = [p for p in self._folder.glob(f"{_PREFIX}*{_REPLACED}*") if _successor(p).exists()]
+        replaced = self._folder.glob(f"{_PREFIX}*{_REPLACED}*")
+        doubles = [path for path in replaced if path.with_name(path.name.partition(_REPLACED)[0]).exists()]
         try:
             for folder in (*doubles, *(found[step] for step in superfluous(self._config, self._metrics_file, found))):
                 if folder.is_symlink():
@@ -317,11 +311,6 @@ def _require_same(folder: Path, steps_of_ranks: list[str]) -> None:
             )
 
 
-def _successor(replaced: Path) -> Path:
-    """The folder that took its place, or was about to."""
-    return replaced.with_name(replaced.name.partition(_REPLACED)[0])
-
-
 def _names(folder: Path) -> frozenset[str]:
     return frozenset(path.name for path in folder.glob(f"{_PREFIX}*"))
 
@@ -331,11 +320,6 @@ def _discard(folder: Path) -> None:
     hidden = folder.with_name(f"{_PRUNED}{uuid.uuid4().hex}")
     folder.rename(hidden)
     remove(hidden)
-
-
-def _copied(chunk: ShardChunk) -> ShardChunk:
-    """The chunk in CPU memory of its own: training goes on while it is written."""
-    return replace(chunk, values=chunk.values.to("cpu", copy=True).contiguous())
 
 
 class FolderOwner:

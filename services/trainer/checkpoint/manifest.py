@@ -10,7 +10,6 @@ A folder with a true manifest is whole. The manifest is plain JSON with a checks
 from __future__ import annotations
 
 import json
-import math
 import stat
 import zlib
 from collections.abc import Mapping, Sequence
@@ -52,7 +51,6 @@ class ShardChunk:
 
     @classmethod
     def whole(cls, tensor: str, values: Tensor) -> ShardChunk:
-        """A tensor that is not cut."""
         return cls(tensor, values.detach().reshape(-1), tuple(values.shape))
 
 
@@ -76,7 +74,6 @@ class Place:
 
     @classmethod
     def of(cls, chunk: ShardChunk, file: str) -> Place:
-        """The place of a chunk that is written to `file`."""
         return cls(
             tensor=chunk.tensor,
             file=file,
@@ -90,24 +87,15 @@ class Place:
             end=chunk.start + chunk.values.numel(),
         )
 
-    @property
-    def shard_elements(self) -> int:
-        """The number of elements in the whole shard."""
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """A file's entry in the manifest, by which damage is found."""
-
     num_bytes: int
     crc32: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One rank's file: what the manifest says of it."""
-
     name: str
     facts: FileFacts
     places: Sequence[Place]
@@ -121,20 +109,9 @@ class RankFile:
         sync(path)
         return cls(path.name, FileFacts(path.stat().st_size, crc32(path)), places)
 
-    def to_json(self) -> str:
-        """The text that rank 0 gets."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RankFile:
-        """What `to_json` wrote."""
-        return _RANK_FILE.validate_json(text)
-
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The description of a checkpoint's content."""
-
     step: int
     policy_version: int
     ledger_epoch: int
@@ -202,16 +179,14 @@ class Manifest:
             raise DataLoss(f"{folder}/{_NAME} names files that it does not list: {', '.join(sorted(unknown))}")
 
 
-_MANIFEST, _RANK_FILE = TypeAdapter(Manifest), TypeAdapter(RankFile)
+_MANIFEST, RANK_FILE = TypeAdapter(Manifest), TypeAdapter(RankFile)
 
 
 def versions() -> dict[str, str]:
-    """The versions of this installation, as a manifest has them."""
     return {package: version(package) for package in _PACKAGES}
 
 
 def crc32(path: Path) -> int:
-    """The CRC-32 of a file's bytes."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):

@@ -8,6 +8,7 @@ Tensors of a model are named PART/KEY/KIND: the part is e.g. `policy`, the key a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,6 @@ from services.trainer.megatron.parallel import Layout
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A tensor that this job reads from a checkpoint."""
-
     shape: tuple[int, ...]
     """The shape of the whole tensor, whatever the layout."""
     dtype: str | None = None
@@ -58,7 +57,6 @@ class CheckpointReader:
 
     @property
     def scalars(self) -> Mapping[str, Any]:
-        """The numbers of each part, by the part's name."""
         return self._manifest.scalars
 
     def require(self, expected: Mapping[str, Expected]) -> None:
@@ -75,11 +73,9 @@ class CheckpointReader:
             )
 
     def has(self, name: str) -> bool:
-        """True when the checkpoint holds it."""
         return name in self._places
 
     def whole(self, name: str) -> Tensor:
-        """A tensor that is not cut."""
         return self._shard(name, 0)
 
     def run(self, name: str, sharding: Sharding, shard: int, num_shards: int, start: int, end: int) -> Tensor:
@@ -101,7 +97,7 @@ class CheckpointReader:
 
     def _shard(self, name: str, shard: int) -> Tensor:
         place = self._of(name)[0]
-        return self._run(name, shard, 0, place.shard_elements).reshape(place.shape)
+        return self._run(name, shard, 0, math.prod(place.shape)).reshape(place.shape)
 
     def _run(self, name: str, shard: int, start: int, end: int) -> Tensor:
         parts, at = [], start
@@ -165,7 +161,6 @@ class ModelState:
         self._optimizer = optimizer
 
     def chunks(self) -> Iterator[ShardChunk]:
-        """The chunks that this rank writes; those of all ranks together hold everything exactly once."""
         for number, shard in enumerate(self._shards):
             if shard.num_replicas and number % shard.num_replicas == shard.replica:
                 yield self._chunk(shard, WEIGHT, shard.parameter, 0)
@@ -175,11 +170,9 @@ class ModelState:
                 yield from self._slot_chunks(shard, slot)
 
     def scalars(self) -> Mapping[str, Any]:
-        """The same on every rank."""
         return {} if self._optimizer is None else {self._name: self._optimizer.scalars()}
 
     def restore(self, reader: CheckpointReader) -> None:
-        """Weights, optimizer and schedule, bit for bit. Raises DataLoss that names what is missing."""
         reader.require(self._expected(reader))
         self._read_weights(reader)
         if self._optimizer is None:
@@ -251,7 +244,7 @@ class ModelState:
                 yield ShardChunk.whole(self._tensor(shard, kind), value)
 
     def _writes(self, shard: ModelShard, slot: Slot, number: int) -> bool:
-        if shard.is_copy:
+        if not shard.num_replicas:  # a tied embedding's copy on the last stage: another shard is saved in its place
             return False
         return shard.is_reporting if slot.is_distributed else number % shard.num_replicas == shard.replica
 
@@ -294,12 +287,10 @@ class RandomState:
         self._devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
     def chunks(self) -> Iterator[ShardChunk]:
-        """A chunk for each generator."""
         for device in self._devices:
             yield ShardChunk.whole(f"{RANDOM}{device}/{self._rank}", _GENERATORS[device][0]())
 
     def restore(self, reader: CheckpointReader) -> None:
-        """Takes up what is there for this kind of device."""
         for device in self._devices:
             names = [f"{RANDOM}{device}/{rank}" for rank in (self._rank, 0)]
             if there := [name for name in names if reader.has(name)]:

@@ -32,14 +32,13 @@ from services.trainer.control.ranks import JoinedRanks, RankGroup, TrainerRanks
 from services.trainer.control.senders import AdapterWriter, Sender, WeightSender, WeightWriter
 from services.trainer.control.transport import transport_of
 from services.trainer.control.worker import RankWorker
-from services.trainer.data.buffer import RecordedBuffer, StepRecorder, TrainerBuffer
-from services.trainer.data.samples import Fetch, TrainedSamples
+from services.trainer.data.buffer import RecordedBuffer, StepRecorder, TrainerBuffer, TrainingRecord
+from services.trainer.data.samples import Fetch, SkippedSamples, TrainedSamples
 from services.trainer.durable import remove
-from services.trainer.failure_budget import FailureBudget
 from services.trainer.gpu_sharing import OwnDevices, SharedDevices, clear
 from services.trainer.loop import Devices
 from services.trainer.megatron.parallel import Layout
-from services.trainer.model.build import join_ranks, logs_samples, policy_of
+from services.trainer.model.build import logs_samples, policy_of
 from services.trainer.model.policy import Policy
 from services.trainer.model.profile import StepProfiler
 from services.trainer.serving.console import TrainerConsole
@@ -47,7 +46,7 @@ from services.trainer.serving.evaluation import evaluations_of
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import ExportFolders
 from services.trainer.serving.trackers import trackers
-from services.trainer.standalone import NoEngines, UntrainedRanks
+from services.trainer.standalone import NoEngines
 from services.trainer.state import JobSchedule
 from services.trainer.weights.buckets import MemoryFiles
 
@@ -57,8 +56,6 @@ _CALL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The parts that the compute thread builds on every rank."""
-
     layout: Layout
     worker: RankWorker
     checkpoints: Checkpoints
@@ -82,8 +79,6 @@ _LEAVE_SECONDS = 5.0
 
 
 class TrainerBuild:
-    """Builds what a rank consists of; `run_dir` is the run's folder."""
-
     def __init__(self, job: Job, run_dir: Path) -> None:
         self.job = job
         self.run_dir = run_dir
@@ -98,13 +93,11 @@ class TrainerBuild:
         return address
 
     def buffer(self) -> TrainerBuffer:
-        """A client of the job's buffer. Raises ConfigError when the job names none."""
         if (pattern := self.job.debug.load_debug_rollout_data) is not None:
             return RecordedBuffer(RecordedSteps(pattern))
         return buffer_of(self.job.services)
 
     def rollout(self) -> Rollout | None:
-        """A client of the job's rollout services; None where the trainer is alone."""
         return (
             None
             if self.job.debug.trains_alone
@@ -144,7 +137,6 @@ class TrainerBuild:
             await asyncio.gather(*leaving, return_exceptions=True)  # what is left there ends with its lease
 
     def recorder(self, buffer: TrainerBuffer, stream: str) -> StepRecorder | None:
-        """Keeps each step for later, if the job asks for it."""
         pattern = self.job.debug.save_debug_rollout_data
         return None if pattern is None else StepRecorder(RecordedSteps(pattern), buffer, stream)
 
@@ -152,10 +144,6 @@ class TrainerBuild:
     def trains(self) -> bool:
         """False where the run only generates."""
         return not self.job.debug.debug_rollout_only
-
-    def join(self) -> Layout:
-        """Joins the other ranks, or is alone. In the compute thread."""
-        return join_ranks(self.job)
 
     def rank(self, fetch: Fetch, joined: JoinedRanks) -> Built:
         """Builds the policy with its latest checkpoint, in the compute thread of every rank at once."""
@@ -185,7 +173,6 @@ class TrainerBuild:
             remove(self.weights_root)
 
     def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> Sender:
-        """This rank's part in publications."""
         publish, form = self.job.publish, QuantizedForm.of(self.job.model.hf_checkpoint)
         if publish.update_weight_transport == "adapter":
             return AdapterWriter(policy, layout, is_aborted, root=self.weights_root)
@@ -212,10 +199,6 @@ class TrainerBuild:
             hashes=self.knows_checksums,
         )
 
-    def _engines_are_here(self) -> bool:
-        """True where all of them are on this machine, or there are none."""
-        return not self._far_engines() and self.job.placement.rollout_placement == "local"
-
     def _far_engines(self) -> list[Address]:
         """Addresses on the way to engines of other machines."""
         if self.job.debug.trains_alone:
@@ -224,10 +207,11 @@ class TrainerBuild:
         return [address for address in map(Address.parse, places) if not address.is_loopback]
 
     def _host_for_engines(self) -> str:
-        """The address of this machine that engines reach."""
         if far := self._far_engines():
             return host_towards(far[0])
-        return "127.0.0.1" if self._engines_are_here() else socket.gethostbyname(socket.gethostname())
+        if self.job.placement.rollout_placement == "local":
+            return "127.0.0.1"
+        return socket.gethostbyname(socket.gethostname())
 
     @property
     def knows_checksums(self) -> bool:
@@ -235,7 +219,6 @@ class TrainerBuild:
         return self.job.placement.engine_sizes == (1,)
 
     def schedule(self) -> JobSchedule:
-        """The steps at which weights move, checkpoints are written and evaluations run."""
         return schedule_of(self.job, self._recorded_steps())
 
     def _recorded_steps(self) -> int | None:
@@ -255,7 +238,6 @@ class TrainerBuild:
         return num_steps
 
     def report(self) -> RunReport:
-        """The report that keeps the run's metrics and gives them to the trackers that the job asks for."""
         job = self.job
         return RunReport(
             self.run_dir,
@@ -271,7 +253,6 @@ class TrainerBuild:
             return []
 
     def console(self, report: RunReport, rollout: Rollout | None, schedule: JobSchedule) -> TrainerConsole:
-        """Shows the run to people and serves their requests."""
         job = self.job
         return TrainerConsole(
             report,
@@ -292,7 +273,6 @@ class TrainerBuild:
     def ranks(
         self, group: RankGroup[RankWorker], built: Built, rollout: Rollout | None, console: TrainerConsole
     ) -> TrainerRanks:
-        """All ranks as the loop sees them."""
         devices = self._devices(group, rollout)
         return TrainerRanks(
             group,
@@ -300,7 +280,8 @@ class TrainerBuild:
             if rollout is None or not self.job.asks_engines
             else self._publisher(group, built, rollout, devices),
             console,
-            self.run_dir,
+            TrainingRecord(self.run_dir / "trained.jsonl"),
+            SkippedSamples(self.run_dir / "set_aside.jsonl"),
             built.checkpoints,
             restored_step=built.restored_step,
             num_steps=self.job.rollout.num_rollout,
@@ -344,14 +325,6 @@ class TrainerBuild:
             devices=devices,
         )
 
-    def untrained(self, step: int) -> UntrainedRanks:
-        """Returns what stands for all ranks where the run only generates."""
-        return UntrainedRanks(step, self.run_dir)
-
-    def failure_budget(self) -> FailureBudget:
-        """Ends a run that cannot learn."""
-        return FailureBudget.of(self.job.rollout)
-
     def _trained_samples(self, layout: Layout) -> TrainedSamples | None:
         if not logs_samples(self.job, layout):
             return None
@@ -365,6 +338,6 @@ def schedule_of(job: Job, num_steps: int | None = None) -> JobSchedule:
         num_steps or job.rollout.num_rollout,
         publish_every=job.publish.update_weights_interval,
         save_every=job.checkpoint.save_interval,
-        evaluation=job.eval,
-        eval_sets=eval_sets(job.eval),
+        eval_every={each.name: each.interval or job.eval.eval_interval for each in eval_sets(job.eval)},
+        evaluates_first=not job.eval.skip_eval_before_train,
     )

@@ -56,8 +56,6 @@ class Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An order's result on one rank."""
-
     number: int
     result: msgspec.Raw
 
@@ -123,7 +121,6 @@ class Channel:
             )
 
     async def connect(self, host: str, port: int) -> None:
-        """Called on every other rank. Raises PeerLost when rank 0 is not there, or not of this run."""
         secured: dict[str, Any] = {}
         if self._tls is not None:
             secured = {"ssl": connecting_context(self._tls), "server_hostname": SERVICE_NAME}
@@ -140,7 +137,6 @@ class Channel:
         self._loop.call_soon_threadsafe(self._write, frame(message))
 
     async def next_order(self) -> Order:
-        """Rank 0's next order."""
         return await self._orders.get()
 
     def expect(self, number: int, decode: Callable[[msgspec.Raw], R]) -> list[asyncio.Future[R]]:
@@ -180,7 +176,6 @@ class Channel:
         await task
 
     async def close(self) -> None:
-        """Says goodbye to all."""
         self._closed = True
         self._write(frame(Goodbye()))
         for task in self._tasks:
@@ -255,7 +250,6 @@ class Channel:
 
 
 def frame(message: Message) -> bytes:
-    """The message as bytes, with its length in front."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(len(_HEARTBEAT), "big") + body
 

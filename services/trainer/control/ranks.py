@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
@@ -41,8 +41,7 @@ R = TypeVar("R")
 class Worker(Protocol):
     """What a rank runs: its other commands are marked as well."""
 
-    def leave(self) -> None:
-        """The last command."""
+    def leave(self) -> None: ...
 
 
 W = TypeVar("W", bound=Worker)
@@ -53,8 +52,6 @@ _FAIL_ALIKE = (RankWorker.save.__name__, RankWorker.export.__name__)
 
 @dataclass(frozen=True, slots=True)
 class JoinedRanks:
-    """A rank's layout and its channel, once it has joined the others."""
-
     layout: Layout
     channel: Channel
 
@@ -132,7 +129,6 @@ class RankGroup(Generic[W]):
         return await results_of(self.ask(method, *args, **kwargs), method, deadline_seconds)
 
     def abort(self, publication_id: str) -> None:
-        """Senders that are at this publication stop."""
         self._channel.abort(publication_id)
 
     def _order(
@@ -167,7 +163,6 @@ async def results_of(
 async def follow(
     channel: Channel, worker: Worker, compute: ThreadPoolExecutor, kind: type[Worker] = RankWorker
 ) -> None:
-    """Follows rank 0's orders until it says `leave`."""
     loop, order = asyncio.get_running_loop(), None
     while order is None or order.method != Worker.leave.__name__:
         order = await channel.next_order()
@@ -188,6 +183,7 @@ def _obey(channel: Channel, worker: Worker, known: Mapping[str, Command], order:
         channel.send(Answer(order.number, msgspec.Raw(msgspec.msgpack.encode(result))))
 
 
+@dataclass(frozen=True, slots=True)
 class TrainerRanks:
     """What the training loop asks of all ranks, put into commands and publications.
 
@@ -195,85 +191,71 @@ class TrainerRanks:
     the job wants after `num_steps`.
     """
 
-    def __init__(
-        self,
-        group: RankGroup[RankWorker],
-        engines: Engines,
-        console: TrainerConsole,
-        run_dir: Path,
-        checkpoints: Checkpoints,
-        *,
-        restored_step: int,
-        num_steps: int,
-        save_hf: Path | None,
-        devices: Devices,
-    ) -> None:
-        self._group = group
-        self._console = console
-        self._record = TrainingRecord(run_dir / "trained.jsonl")
-        self._skipped = SkippedSamples(run_dir / "set_aside.jsonl")
-        self._checkpoints = checkpoints
-        self._restored_step = restored_step
-        self._num_steps = num_steps
-        self._save_hf = save_hf
-        self.devices = devices
-        self.engines = engines
+    group: RankGroup[RankWorker]
+    engines: Engines
+    console: TrainerConsole
+    record: TrainingRecord
+    skipped: SkippedSamples
+    checkpoints: Checkpoints
+    _: KW_ONLY
+    restored_step: int
+    num_steps: int
+    save_hf: Path | None
+    devices: Devices
 
     async def restore(self) -> int:
         """The ranks restored themselves while they were built; this is the step they came to."""
-        return self._restored_step
+        return self.restored_step
 
     async def claim(self, state: TrainState) -> None:
         self.devices.claim(state.epoch)
-        await asyncio.to_thread(self._checkpoints.claim, state.epoch)
+        await asyncio.to_thread(self.checkpoints.claim, state.epoch)
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         traces = tracing.samples((sample.group_id, sample.index) for sample in batch.samples)
-        with self._console.phase(pb.PHASE_TRAINING), tracing.span("rl.train", traces, {tracing.STEP: step}):
-            trained = await self._group.call(RankWorker.train, step, self._skipped.applied(batch).samples)
-        await retry_while_full(lambda: self._skipped.append(step, trained.set_aside), self._skipped.path)
-        await retry_while_full(lambda: self._record.append(step, batch), self._record.path)
-        figures = statistics(self._skipped.applied(batch), step)
+        with self.console.phase(pb.PHASE_TRAINING), tracing.span("rl.train", traces, {tracing.STEP: step}):
+            trained = await self.group.call(RankWorker.train, step, self.skipped.applied(batch).samples)
+        await retry_while_full(lambda: self.skipped.append(step, trained.set_aside), self.skipped.path)
+        await retry_while_full(lambda: self.record.append(step, batch), self.record.path)
+        figures = statistics(self.skipped.applied(batch), step)
         if trained.is_logged:
-            self._console.keep_from_trackers(figures)
+            self.console.keep_from_trackers(figures)
         return trained.metrics | figures
 
     async def prefetch(self, batch: Batch) -> None:
-        await self._group.call(RankWorker.prefetch, self._skipped.applied(batch).samples)
+        await self.group.call(RankWorker.prefetch, self.skipped.applied(batch).samples)
 
     async def publish(self, state: TrainState) -> dict[str, float]:
-        with self._console.phase(pb.PHASE_PUBLISHING):
+        with self.console.phase(pb.PHASE_PUBLISHING):
             return await self.engines.publish(state)
 
     async def flush(self) -> None:
-        with self._console.phase(pb.PHASE_SAVING):
-            await asyncio.to_thread(self._checkpoints.flush)
+        with self.console.phase(pb.PHASE_SAVING):
+            await asyncio.to_thread(self.checkpoints.flush)
 
     def take_safe(self) -> TrainState | None:
-        return self._checkpoints.take_safe()
+        return self.checkpoints.take_safe()
 
     async def save(self, state: TrainState) -> None:
         """Returns when the checkpoint is safe, or with async_save when its copies are taken."""
-        with self._console.phase(pb.PHASE_SAVING):
+        with self.console.phase(pb.PHASE_SAVING):
             await self.devices.take()  # a person may ask for it in the engines' turn
-            await self._group.call(RankWorker.save, state.step, state.policy_version, state.epoch)
+            await self.group.call(RankWorker.save, state.step, state.policy_version, state.epoch)
 
     def checkpoint_path(self, step: int) -> Path:
-        """The folder into which `save` puts the checkpoint of a step."""
-        return self._checkpoints.path_of(step)
+        return self.checkpoints.path_of(step)
 
     async def export(self) -> None:
         """Writes save_hf, if the job has it and a trainer that died at the very end has not written all of it yet."""
-        if self._console.leaving:
+        if self.console.leaving:
             return
-        folder = self._save_hf
-        was_finished = self._restored_step == self._num_steps
+        folder = self.save_hf
+        was_finished = self.restored_step == self.num_steps
         if folder is None or (was_finished and await asyncio.to_thread(is_whole, folder)):
             return
         await self.export_to(folder)
 
     async def export_to(self, path: Path) -> None:
-        """Writes the current weights as a Hugging Face folder."""
-        with self._console.phase(pb.PHASE_SAVING):
+        with self.console.phase(pb.PHASE_SAVING):
             await self.devices.take()
-            await self._group.call(RankWorker.export, str(path))
+            await self.group.call(RankWorker.export, str(path))

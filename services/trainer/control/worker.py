@@ -10,7 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -30,8 +30,6 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Metrics of a step, and the samples that it could not use."""
-
     metrics: dict[str, float]
     set_aside: Sequence[UnusableSample]
     is_logged: bool = False
@@ -44,6 +42,7 @@ def command(method: Method) -> Method:
     return method
 
 
+@dataclass
 class RankWorker:
     """One rank's share of the trainer: its part of the policy, of the samples and of the sending.
 
@@ -51,120 +50,96 @@ class RankWorker:
     raised on all ranks alike (`CollectiveIO`), and they can go on.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        sender: Sender,
-        fetch: Fetch,
-        checkpoints: Checkpoints,
-        trained_samples: TrainedSamples | None,
-        profiler: StepProfiler | None = None,
-    ) -> None:
-        """`trained_samples`: None on ranks that know no samples of their own, and where the job wants none written."""
-        self._profiler = profiler
-        self._policy = policy
-        self._sender = sender
-        self._fetch = fetch
-        self._checkpoints = checkpoints
-        self._trained_samples = trained_samples
-        self._scored_by: Counter[str] = Counter()
-        """The samples since the last checkpoint, by the scorers that paid for them."""
+    policy: Policy
+    sender: Sender
+    fetch: Fetch
+    checkpoints: Checkpoints
+    trained_samples: TrainedSamples | None
+    """None on ranks that know no samples of their own, and where the job wants none written"""
+    profiler: StepProfiler | None = None
+    _scored_by: Counter[str] = field(default_factory=Counter, init=False)
+    """The samples since the last checkpoint, by the scorers that paid for them."""
 
     @command
     def train(self, step: int, samples: Sequence[SampleFacts]) -> Trained:
-        """One rollout step's optimizer steps."""
-        read = None if self._trained_samples is None else SamplesRead(self._fetch, step + 1)
-        with self._profiler.step(step + 1) if self._profiler else nullcontext():
-            metrics = self._policy.train(step, samples, read or self._fetch)
-        if self._trained_samples is not None and read is not None:
-            seen = self._policy.take_seen()
-            self._trained_samples.write(step + 1, read.of(self._policy.trained_ids), seen, shown_ids(step, samples))
+        read = None if self.trained_samples is None else SamplesRead(self.fetch, step + 1)
+        with self.profiler.step(step + 1) if self.profiler else nullcontext():
+            metrics = self.policy.train(step, samples, read or self.fetch)
+        if self.trained_samples is not None and read is not None:
+            seen = {} if self.policy.pipeline.record is None else self.policy.pipeline.record.take()
+            self.trained_samples.write(step + 1, read.of(self.policy.trained_ids), seen, shown_ids(step, samples))
         self._scored_by.update(sample.scored_by for sample in samples if sample.scored_by and not sample.set_aside)
-        return Trained(metrics, self._policy.set_aside, self._policy.is_logged)
+        return Trained(metrics, self.policy.set_aside, self.policy.is_logged)
 
     @command
     def prefetch(self, samples: Sequence[SampleFacts]) -> None:
-        """Begins to fetch this rank's part of the next rollout step."""
-        self._fetch.begin(self._policy.own_sample_ids(samples))
+        self.fetch.begin(self.policy.batches.own_sample_ids(samples))
 
     @command
     def describe_weights(self) -> StageWeights | None:
-        """What this rank will send at every publication."""
-        return self._sender.describe()
+        return self.sender.describe()
 
     @command
     def open_group(self, service: int) -> StageGroup | None:
-        """Listens for this stage's group of a rollout service's engines; a group that lives on is kept."""
-        return self._sender.open(service)
+        return self.sender.open(service)
 
     @command
     def probe(self) -> Probed | None:
-        """What engines must compute under the current weights."""
-        return self._sender.probe()
+        return self.sender.probe()
 
     @command
     def send_weights(self, publication_id: str, world_sizes: Mapping[int, int], kept: bool = False) -> Sent | None:
-        """Joins the groups and broadcasts the buckets, of the current weights or of those that were kept."""
-        return self._sender.send(publication_id, world_sizes, kept=kept)
+        return self.sender.send(publication_id, world_sizes, kept=kept)
 
     @command
     def compare_weights(self) -> Compared | None:
-        """What changed since the weights that were kept."""
-        return self._sender.compare()
+        return self.sender.compare()
 
     @command
     def send_delta(self, publication_id: str, world_sizes: Mapping[int, int]) -> Sent | None:
-        """Sends what was compared, as `send_weights` would send all."""
-        return self._sender.send_delta(publication_id, world_sizes)
+        return self.sender.send_delta(publication_id, world_sizes)
 
     @command
     def hash_weights(self) -> Sent | None:
-        """What engines print over the current weights."""
-        return self._sender.hashed()
+        return self.sender.hashed()
 
     @command
     def keep_weights(self) -> None:
-        """Copies the current weights into host memory: they are served now."""
-        self._sender.keep()
+        self.sender.keep()
 
     @command
     def drop_groups(self, services: Sequence[int]) -> None:
-        """Tears down the groups of these rollout services: a publication to them failed."""
-        self._sender.drop(services)
+        self.sender.drop(services)
 
     @command
     def to_host(self) -> None:
-        """This rank's memory leaves its device."""
-        self._policy.memory.to_host()
+        self.policy.memory.to_host()
 
     @command
     def to_device(self) -> None:
-        """It comes back."""
-        self._policy.memory.to_device()
+        self.policy.memory.to_device()
 
     @command
     def save(self, step: int, policy_version: int, epoch: int) -> None:
-        """Writes this rank's share of a checkpoint."""
         self._wait_for_samples()
-        self._checkpoints.save(
-            self._policy.saved, step=step, policy_version=policy_version, epoch=epoch, scored_by=dict(self._scored_by)
+        self.checkpoints.save(
+            self.policy.saved, step=step, policy_version=policy_version, epoch=epoch, scored_by=dict(self._scored_by)
         )
         self._scored_by.clear()
 
     @command
     def export(self, path: str) -> None:
-        """Writes this rank's share of a Hugging Face folder."""
-        self._policy.export(Path(path))
+        self.policy.export(Path(path))
 
     @command
     def leave(self) -> None:
         """The end of the run: returns once this rank's files are written."""
         self._wait_for_samples()
-        self._checkpoints.wait()
+        self.checkpoints.wait()
 
     def _wait_for_samples(self) -> None:
-        if self._trained_samples is not None:
-            self._trained_samples.wait()
+        if self.trained_samples is not None:
+            self.trained_samples.wait()
 
 
 class Command:
@@ -183,15 +158,12 @@ class Command:
         self.result_of = result.decode
 
     def pack(self, args: Sequence[object], kwargs: Mapping[str, object]) -> msgspec.Raw:
-        """The arguments of a call, to travel in an order."""
         return msgspec.Raw(msgspec.msgpack.encode(self._arguments(*args, **kwargs)))
 
     def unpack(self, arguments: msgspec.Raw) -> tuple[Any, ...]:
-        """Raises msgspec.MsgspecError for what are none."""
         return msgspec.structs.astuple(self._decoder.decode(arguments))
 
 
 @cache
 def commands(worker: type) -> Mapping[str, Command]:
-    """All that rank 0 can ask such a worker for, by name."""
     return {name: Command(method) for name, method in vars(worker).items() if hasattr(method, "is_command")}

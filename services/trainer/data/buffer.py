@@ -65,7 +65,6 @@ class RecordedBuffer:
         self._lock = asyncio.Lock()
 
     async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse:
-        """Every step is there as often as it is asked for."""
         return pb.RewindResponse(epoch=_EPOCH)
 
     async def try_lease_batch(
@@ -87,23 +86,18 @@ class RecordedBuffer:
         return [found[sample_id] for sample_id in sample_ids]
 
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
-        """Nobody counts."""
         return step + 1
 
     async def commit(self, stream: str, epoch: int, step: int) -> int:
-        """Files stay."""
         return step
 
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
-        """Nobody generates."""
         return policy_version
 
     async def stats(self, stream: str) -> pb.StreamStats:
-        """Nothing is produced."""
         return pb.StreamStats(stream=stream)
 
-    async def close(self) -> None:
-        """Nothing is open."""
+    async def close(self) -> None: ...
 
     async def _step_of(self, sample_id: str) -> int:
         """Ranks other than the first are not told which step they train: it is most often the next."""

@@ -9,7 +9,6 @@ by `SkippedSamples`, so that a step that is run again sets the same samples asid
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import DataLoss, HeadraceError, InvalidArgument, NotFound
+from headrace.limits import object_of_line
 from headrace.rpc.log import log
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample
@@ -46,8 +46,6 @@ FetchSamples = Callable[[Sequence[str]], Sequence[Read]]
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """The samples of a step that were read."""
-
     samples: Sequence[SampleFacts]
     """All of the batch, equal on all ranks; bad ones are FAILED."""
     own: Mapping[str, Sample]
@@ -56,57 +54,52 @@ class Readable:
     """Found bad now, equal on all ranks."""
 
 
-class SampleReader:
-    """`own` says which samples of a batch are this rank's, `check` raises InvalidArgument for one it cannot use."""
+def read_samples(
+    samples: Sequence[SampleFacts],
+    fetch: FetchSamples,
+    own: Callable[[Sequence[SampleFacts]], Sequence[str]],
+    check: Callable[[Sample], None],
+    layout: Layout,
+) -> Readable:
+    """Collective over all ranks: until nobody finds another bad sample.
 
-    def __init__(
-        self, own: Callable[[Sequence[SampleFacts]], Sequence[str]], check: Callable[[Sample], None], layout: Layout
-    ) -> None:
-        self._own = own
-        self._check = check
-        self._layout = layout
-
-    def read(self, samples: Sequence[SampleFacts], fetch: FetchSamples) -> Readable:
-        """Collective over all ranks."""
-        found: dict[str, Sample] = {}
-        set_aside: list[UnusableSample] = []
-        while True:
-            bad = self._agreed(self._read_own(samples, fetch, found))
-            if not bad:
-                return Readable(samples, found, set_aside)
-            set_aside += bad.values()
-            samples = [s.without(bad[s.sample_id].message) if s.sample_id in bad else s for s in samples]
-
-    def _read_own(
-        self, samples: Sequence[SampleFacts], fetch: FetchSamples, found: dict[str, Sample]
-    ) -> list[UnusableSample]:
-        """Returns the bad samples; puts the others into `found`."""
+    `own` says which samples of a batch are this rank's, `check` raises InvalidArgument for one it cannot use.
+    """
+    found: dict[str, Sample] = {}
+    set_aside: list[UnusableSample] = []
+    while True:
         facts = {sample.sample_id: sample for sample in samples}
-        wanted = [sample_id for sample_id in self._own(samples) if sample_id not in found]
-        read = [self._used(one, facts) for one in fetch(wanted)]
+        wanted = [sample_id for sample_id in own(samples) if sample_id not in found]
+        read = [_checked(one, facts, check) for one in fetch(wanted)]
         found.update((one.sample_id, one) for one in read if isinstance(one, Sample))
-        return [one for one in read if isinstance(one, UnusableSample)]
+        bad = _agreed([one for one in read if isinstance(one, UnusableSample)], layout)
+        if not bad:
+            return Readable(samples, found, set_aside)
+        set_aside += bad.values()
+        samples = [s.without(bad[s.sample_id].message) if s.sample_id in bad else s for s in samples]
 
-    def _used(self, one: Read, facts: Mapping[str, SampleFacts]) -> Read:
-        if isinstance(one, UnusableSample):
-            return one
-        try:
-            _check_facts(one, facts[one.sample_id])
-            self._check(one)
-        except InvalidArgument as error:
-            return UnusableSample(one.sample_id, error.reason, error.message)
+
+def _checked(one: Read, facts: Mapping[str, SampleFacts], check: Callable[[Sample], None]) -> Read:
+    if isinstance(one, UnusableSample):
         return one
+    try:
+        _check_facts(one, facts[one.sample_id])
+        check(one)
+    except InvalidArgument as error:
+        return UnusableSample(one.sample_id, error.reason, error.message)
+    return one
 
-    def _agreed(self, mine: Sequence[UnusableSample]) -> dict[str, UnusableSample]:
-        """The bad samples of all ranks, by id; most steps have none, and that is one number to agree on."""
-        for one in mine:
-            log.error("sample_set_aside", sample_id=one.sample_id, reason=one.reason, message=one.message)
-        count = torch.tensor([len(mine)], device=self._layout.device)
-        dist.all_reduce(count)
-        if not int(count):
-            return {}
-        rows = gathered([[one.sample_id, one.reason, one.message] for one in mine], self._layout)
-        return {row[0]: UnusableSample(*row) for of_rank in rows for row in of_rank}
+
+def _agreed(mine: Sequence[UnusableSample], layout: Layout) -> dict[str, UnusableSample]:
+    """The bad samples of all ranks, by id; most steps have none, and that is one number to agree on."""
+    for one in mine:
+        log.error("sample_set_aside", sample_id=one.sample_id, reason=one.reason, message=one.message)
+    count = torch.tensor([len(mine)], device=layout.device)
+    dist.all_reduce(count)
+    if not int(count):
+        return {}
+    rows = gathered([[one.sample_id, one.reason, one.message] for one in mine], layout)
+    return {row[0]: UnusableSample(*row) for of_rank in rows for row in of_rank}
 
 
 def all_readable(read: Sequence[Read]) -> list[Sample]:
@@ -201,7 +194,6 @@ class SkippedSamples:
         self._messages = _read(path)
 
     def applied(self, batch: Batch) -> Batch:
-        """The batch with what was set aside before."""
         known = self._messages
         samples = tuple(s.without(known[s.sample_id]) if s.sample_id in known else s for s in batch.samples)
         return replace(batch, samples=samples)
@@ -220,16 +212,9 @@ class SkippedSamples:
 
 def _read(path: Path) -> dict[str, str]:
     """Lines that a kill has cut are left out: their step was not trained."""
-    if not path.exists():
-        return {}
-    found: dict[str, str] = {}
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            found[row["sample_id"]] = row["message"]
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    rows = [row for row in map(object_of_line, lines) if row]
+    return {row["sample_id"]: row["message"] for row in rows}
 
 
 class SamplesRead:
@@ -268,7 +253,6 @@ class TrainedSamples:
         self._writing = self._thread.submit(self._write, step, answers, seen, shown)
 
     def wait(self) -> None:
-        """Returns once everything is written."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
@@ -276,7 +260,12 @@ class TrainedSamples:
     def _write(
         self, step: int, answers: Sequence[Answer], seen: Mapping[str, SeenTokens], shown: Collection[str]
     ) -> None:
-        answers = [_with_advantage(answer, seen.get(answer.sample_id)) for answer in answers]
+        answers = [
+            replace(answer, advantage=known.advantage, log_prob_gap=known.log_prob_gap)
+            if (known := seen.get(answer.sample_id))
+            else answer
+            for answer in answers
+        ]
         columns = [one.columns() for sample_id, one in seen.items() if sample_id in shown]
         try:
             written = self._log.write_step(step, self._rank, answers, self._max_bytes)
@@ -286,7 +275,3 @@ class TrainedSamples:
             return
         if written < len(answers):
             log.warning("samples_cut", step=step, written=written, of=len(answers), sample_log_bytes=self._max_bytes)
-
-
-def _with_advantage(answer: Answer, seen: SeenTokens | None) -> Answer:
-    return answer if seen is None else replace(answer, advantage=seen.advantage, log_prob_gap=seen.log_prob_gap)

@@ -26,18 +26,21 @@ from services.trainer.megatron.parallel import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A row whose parameter this rank holds."""
+class Placed:
+    """A row of this pipeline rank, and this rank's parameter for it; for another rank's expert, one that is alike."""
 
     row: Row
     name: str
     """The parameter as weights_of names it."""
+    owner: int
+    """The expert rank that holds it; 0 for what all hold."""
     weight: Tensor
     sharding: Sharding
     """The table's, or Replicated for what this build keeps whole: Transformer Engine's latent projections."""
     rank: int
     size: int
     """Tensor ranks that divide it"""
+    group: dist.ProcessGroup
     data_rank: int
     data_size: int
     """Data ranks that hold the same"""
@@ -55,35 +58,24 @@ class Held:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A row of this pipeline rank."""
+def rows_of(architecture: Architecture, layout: Layout, chunks: Sequence[GPTModel]) -> Iterator[tuple[Row, str, int]]:
+    """This rank's rows, of one virtual stage after the other, with names as in layers without Transformer Engine.
 
-    row: Row
-    name: str
-    """The parameter as weights.py names it; of another rank's expert, the one in the same place here."""
-    owner: int
-    """The expert rank that holds it; 0 for what all hold."""
-
-
-def placed_rows(architecture: Architecture, layout: Layout, chunks: Sequence[GPTModel]) -> Iterator[Placed]:
-    """This rank's rows, of one virtual stage after the other. With tied embeddings the last one's copy has none."""
+    The number is the expert rank that holds it. With tied embeddings the last stage's copy has no row.
+    """
     rows = table(architecture)
     for number, chunk in enumerate(chunks):
         if chunk.pre_process:
-            yield from (Placed(row, f"{number}.{row.megatron}", 0) for row in rows.first)
+            yield from ((row, f"{number}.{row.megatron}", 0) for row in rows.first)
         for local, layer in enumerate(chunk.decoder.layers):
             for row in rows.layer(layer.layer_number - 1):
-                yield _in_layer(row, f"{number}.decoder.layers.{local}.", architecture, layout)
+                owner, name = 0, row.megatron
+                if row.expert is not None and architecture.experts is not None:
+                    owner, expert = divmod(row.expert, architecture.experts.count // layout.ep_size)
+                    name = name.format(expert=expert)
+                yield row, f"{number}.decoder.layers.{local}.{name}", owner
         if chunk.post_process:
-            yield from (Placed(row, f"{number}.{row.megatron}", 0) for row in rows.last)
-
-
-def _in_layer(row: Row, prefix: str, architecture: Architecture, layout: Layout) -> Placed:
-    if row.expert is None or architecture.experts is None:
-        return Placed(row, prefix + row.megatron, 0)
-    owner, local = divmod(row.expert, architecture.experts.count // layout.ep_size)
-    return Placed(row, prefix + row.megatron.format(expert=local), owner)
+            yield from ((row, f"{number}.{row.megatron}", 0) for row in rows.last)
 
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
@@ -98,21 +90,19 @@ def fused_name(megatron_name: str) -> str:
 
 
 class Converter:
-    """One rank's part of a model in both directions."""
-
     def __init__(self, architecture: Architecture, layout: Layout, chunks: Sequence[GPTModel]) -> None:
         self._architecture = architecture
         self._layout = layout
         self._weights = weights_of(chunks)
         self._deltas: Mapping[str, Callable[[], Tensor]] = {}
+        rows = [(row, self._name(name), owner) for row, name, owner in rows_of(architecture, layout, chunks)]
+        tied = f"{len(chunks) - 1}.output_layer.weight"
         is_tied = not architecture.untie_embeddings_and_output_weights
-        self._has_tied_copy = is_tied and chunks[-1].post_process and not chunks[0].pre_process
-        self._tied_copy = f"{len(chunks) - 1}.output_layer.weight"
-        self._placed = [
-            Placed(placed.row, self._name(placed.name), placed.owner)
-            for placed in placed_rows(architecture, layout, chunks)
-        ]
-        self._check_covered()
+        has_copy = is_tied and chunks[-1].post_process and not chunks[0].pre_process
+        self._require_covered({name for _, name, _ in rows} | ({tied} if has_copy else set()))
+        self._placed = [self._place(*row) for row in rows]
+        self._tied_copy = self._place(table(architecture).first[0], tied, 0) if has_copy else None
+        """Of the embedding, on the last stage"""
         self._mark_sharded()
 
     def load(self, folder: Path) -> None:
@@ -121,12 +111,8 @@ class Converter:
         Raises ConfigError that lists missing and extra tensors of the folder.
         """
         source = self._source(folder)
-        for placed in self._placed:
-            if self._is_here(placed):
-                self._fill(self._weights[placed.name], placed, source.parts(placed.row))
-        if self._has_tied_copy:
-            embedding = self._tied_embedding()
-            self._fill(self._weights[self._tied_copy], embedding, source.parts(embedding.row))
+        for placed in (*self.held(), *([self._tied_copy] if self._tied_copy else [])):
+            self._fill(placed, source.parts(placed.row))
 
     def add_deltas(self, deltas: Mapping[str, Callable[[], Tensor]]) -> None:
         """Weights leave with these added to them from here on: float32 of a shard's shape, by the weight's name."""
@@ -150,7 +136,7 @@ class Converter:
     def hf_tensor_specs(self) -> list[TensorSpec]:
         """The tensors that `hf_tensors` yields on the first rank of a stage, in that order. Moves nothing."""
         return [
-            TensorSpec(tensor.name, tensor.whole.shape, str(self._weights[placed.name].dtype).removeprefix("torch."))
+            TensorSpec(tensor.name, tensor.whole.shape, str(placed.weight.dtype).removeprefix("torch."))
             for placed in self._placed
             for tensor in placed.row.hf
             if not tensor.slot
@@ -158,28 +144,26 @@ class Converter:
 
     def shards(self) -> list[ModelShard]:
         """Every weight of this rank with its place in the whole model, in the table's order."""
-        found = [self._shard(held) for held in self.held()]
-        if self._has_tied_copy:
-            copy = self._shard(self._held(self._tied_embedding()))
-            found.append(replace(copy, replica=0, num_replicas=0, is_reporting=False))
+        found = [self._shard(placed) for placed in self.held()]
+        if self._tied_copy:
+            found.append(replace(self._shard(self._tied_copy), replica=0, num_replicas=0, is_reporting=False))
         return found
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[Placed]:
         """The rows of this rank, in the table's order; the copy of a tied embedding is none."""
-        return (self._held(placed) for placed in self._placed if self._is_here(placed))
+        return (p for p in self._placed if p.row.expert is None or p.owner == self._layout.ep_rank)
 
-    def _held(self, placed: Placed) -> Held:
-        layout, shared = self._layout, placed.row.expert is None
-        return Held(
-            placed.row,
-            placed.name,
-            self._weights[placed.name],
-            self._sharding(placed),
-            self._rank(placed),
-            self._size(placed),
-            layout.dp_rank if shared else layout.edp_rank,
-            layout.dp_size if shared else layout.edp_size,
-        )
+    def _place(self, row: Row, name: str, owner: int) -> Placed:
+        layout, weight = self._layout, self._weights[name]
+        if row.expert is None:
+            rank, size, group = layout.tp_rank, layout.tp_size, layout.tp_group
+            data_rank, data_size = layout.dp_rank, layout.dp_size
+        else:
+            rank, size, group = layout.etp_rank, layout.etp_size, layout.etp_group
+            data_rank, data_size = layout.edp_rank, layout.edp_size
+        is_whole = len(row.hf) == 1 and row.hf[0].shape == tuple(weight.shape)
+        sharding = Replicated() if is_whole and size > 1 else row.sharding
+        return Placed(row, name, owner, weight, sharding, rank, size, group, data_rank, data_size)
 
     def _source(self, folder: Path) -> HfFolder | TorchDistFolder:
         if is_torch_dist(folder):
@@ -188,42 +172,25 @@ class Converter:
         check_names(source, self._architecture)
         return source
 
-    def _shard(self, held: Held) -> ModelShard:
-        return held.shard(held.row.hf[0].key, held.weight, held.sharding)
-
-    def _tied_embedding(self) -> Placed:
-        return Placed(table(self._architecture).first[0], self._tied_copy, 0)
+    def _shard(self, placed: Placed) -> ModelShard:
+        return placed.shard(placed.row.hf[0].key, placed.weight, placed.sharding)
 
     def _name(self, megatron: str) -> str:
         return megatron if megatron in self._weights else fused_name(megatron)
 
-    def _is_here(self, placed: Placed) -> bool:
-        return placed.row.expert is None or placed.owner == self._layout.ep_rank
-
     def _mark_sharded(self) -> None:
         """Megatron marks shards while it initializes them, which is skipped here; the gradient norm needs them."""
         for placed in self._placed:
-            weight = self._weights[placed.name]
+            weight = placed.weight
             if isinstance(weight, nn.Parameter):
                 is_expert = placed.row.expert is not None
-                mark_tensor_parallel(weight, is_expert or not isinstance(self._sharding(placed), Replicated))
+                mark_tensor_parallel(weight, is_expert or not isinstance(placed.sharding, Replicated))
                 if is_expert:  # Megatron marks biases, which would be summed over ranks of other tokens or experts
                     mark_sequence_parallel(weight, False)
-        if self._has_tied_copy:
-            mark_tensor_parallel(self._weights[self._tied_copy], True)
+        if self._tied_copy:
+            mark_tensor_parallel(self._tied_copy.weight, True)
 
-    def _sharding(self, placed: Placed) -> Sharding:
-        tensors = placed.row.hf
-        is_whole = len(tensors) == 1 and tensors[0].shape == tuple(self._weights[placed.name].shape)
-        return Replicated() if is_whole and self._size(placed) > 1 else placed.row.sharding
-
-    def _rank(self, placed: Placed) -> int:
-        return self._layout.tp_rank if placed.row.expert is None else self._layout.etp_rank
-
-    def _size(self, placed: Placed) -> int:
-        return self._layout.tp_size if placed.row.expert is None else self._layout.etp_size
-
-    def _fill(self, weight: Tensor, placed: Placed, parts: list[Tensor]) -> None:
+    def _fill(self, placed: Placed, parts: list[Tensor]) -> None:
         found = [tuple(part.shape) for part in parts]
         if found != [tensor.shape for tensor in placed.row.hf]:
             raise ConfigError(
@@ -231,16 +198,14 @@ class Converter:
                 f"{[list(t.shape) for t in placed.row.hf]}: the weights and config.json are of different models"
             )
         with torch.no_grad():
-            weight.copy_(cut(self._sharding(placed), parts, self._rank(placed), self._size(placed)))
+            placed.weight.copy_(cut(placed.sharding, parts, placed.rank, placed.size))
 
     def _merged(self, placed: Placed) -> list[Tensor]:
-        group = self._layout.tp_group if placed.row.expert is None else self._layout.etp_group
-        shards = gathered(self._leaving(placed.name), group, self._size(placed))
-        return merge(self._sharding(placed), shards)
+        return merge(placed.sharding, gathered(self._leaving(placed), placed.group, placed.size))
 
-    def _leaving(self, name: str) -> Tensor:
+    def _leaving(self, placed: Placed) -> Tensor:
         """This rank's weight as others get it."""
-        weight, delta = self._weights[name].detach(), self._deltas.get(name)
+        weight, delta = placed.weight.detach(), self._deltas.get(placed.name)
         return weight if delta is None else (weight.float() + delta()).to(weight.dtype)
 
     def _shared_by_experts(self, placed: Placed) -> Sequence[Tensor]:
@@ -251,14 +216,13 @@ class Converter:
         if placed.owner == layout.ep_rank:
             wholes = [whole.contiguous() for whole in self._merged(placed)]
         else:
-            like = self._weights[placed.name]
+            like = placed.weight
             wholes = [torch.empty(t.shape, dtype=like.dtype, device=like.device) for t in placed.row.hf]
         for whole in wholes:
             dist.broadcast(whole, dist.get_global_rank(layout.ep_group, placed.owner), group=layout.ep_group)
         return wholes
 
-    def _check_covered(self) -> None:
-        covered = {placed.name for placed in self._placed} | ({self._tied_copy} if self._has_tied_copy else set())
+    def _require_covered(self, covered: set[str]) -> None:
         if uncovered := self._weights.keys() ^ covered:
             raise InvalidArgument(
                 f"the table of {self._architecture.family} does not name the weights of this model: "

@@ -48,9 +48,10 @@ def write_passthrough_layers(
     """
     source = HfFolder(hf_checkpoint)
     names = passthrough_names(source.names, read_architecture(hf_checkpoint))
+    kept = [TensorSpec(name, source.shape(name), "float32") for name in names]
     weight_map: dict[str, str] = {}
     num_bytes = 0
-    for number, specs in enumerate(_files(source, names, file_bytes)):
+    for number, specs in enumerate(split_into_buckets(kept, file_bytes)):
         file = f"model-kept-{number + 1:05d}.safetensors"
         if is_quantized:
             content = {name: tensor for spec in specs for name, tensor in source.stored(spec.name).items()}
@@ -60,10 +61,6 @@ def write_passthrough_layers(
         weight_map |= dict.fromkeys(content, file)
         num_bytes += sum(tensor.nbytes for tensor in content.values())
     return weight_map, num_bytes
-
-
-def _files(source: HfFolder, names: Sequence[str], file_bytes: int) -> list[list[TensorSpec]]:
-    return split_into_buckets([TensorSpec(name, source.shape(name), "float32") for name in names], file_bytes)
 
 
 def _as(tensor: Tensor, dtype: str) -> Tensor:

@@ -108,7 +108,6 @@ class HfFolder:
         return tuple(int(size) for size in shape)
 
     def parts(self, row: Row) -> list[Tensor]:
-        """The tensors that a parameter is made of."""
         if row.stack and row.hf[0].name in self._stacked:
             return self._parts_of(row, row.stack)
         for tensor in row.hf:

@@ -30,7 +30,6 @@ def split_dim(sharding: Sharding) -> int:
 
 
 def whole_shape(shape: Sequence[int], num_shards: int, split_dim: int) -> tuple[int, ...]:
-    """The shape of `num_shards` shards of that shape together."""
     return tuple(size * num_shards if dim == split_dim else size for dim, size in enumerate(shape))
 
 
@@ -127,13 +126,7 @@ class ModelShard:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the tensor that all shards make."""
         return whole_shape(self.parameter.shape, self.num_shards, split_dim(self.sharding))
-
-    @property
-    def is_copy(self) -> bool:
-        """True for a tied embedding's copy on the last stage: another shard is saved in its place."""
-        return self.num_replicas == 0
 
 
 _ROUTER_BIAS = ".router.expert_bias"

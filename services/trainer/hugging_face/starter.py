@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 
 
 def write(weights: Path, folder: Path) -> None:
-    """Writes config, weights, tokenizer and chat template."""
     place, name = str(weights.parent), weights.name
     tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
     quantized = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)

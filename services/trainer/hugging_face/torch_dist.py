@@ -61,7 +61,6 @@ class TorchDistFolder:
         self._cells = cache(self._chunks_by_index)
 
     def parts(self, row: Row) -> list[Tensor]:
-        """The Hugging Face tensors that a parameter is made of."""
         name = self._found.names[row.hf[0].key]
         wanted = whole_shape(row)
         halves = [self._read(key, name.index)[: wanted[0] // len(name.keys)] for key in name.keys]

@@ -22,13 +22,14 @@ _TUPLES = frozenset({"window_size", "param_name_patterns_for_fp32_local_accumula
 
 
 def made(config: type[C], args: MegatronArgs, values: Mapping[str, Any], fixed: Mapping[str, Any] | None = None) -> C:
-    """The config with `values`, over them what the job has set by name, over both `fixed`.
+    """The config with `values`, over them the arguments of the same names, over both `fixed`.
 
     Raises ConfigError with Megatron's own words when it refuses a combination.
     """
     known = frozenset(field.name for field in fields(config))  # type: ignore[arg-type]  # untyped dataclasses
     left_out = ARCHITECTURAL if torch.cuda.is_available() else ARCHITECTURAL | OPTIMIZER_ON_GPU
-    given = {name: _as_megatron(name, value) for name, value in args.given(known - left_out).items()}
+    arguments = args.model_dump(include=set(known - left_out), exclude_none=True)
+    given = {name: _as_megatron(name, value) for name, value in arguments.items()}
     try:
         return config(**({**values} | given | {**(fixed or {})}))
     except (ValueError, AssertionError, NotImplementedError) as error:

@@ -24,7 +24,13 @@ from headrace.job.megatron import MegatronArgs
 from headrace.job.model import check_layout, megatron_fields
 from headrace.models.architecture import Architecture, LinearRope, Llama3Rope, Vision, YarnRope
 from services.trainer.megatron.configs import made
-from services.trainer.megatron.layers import SegmentedRow, has_transformer_engine, layer_specs, with_segment_attention
+from services.trainer.megatron.layers import (
+    SegmentAttention,
+    SegmentedRow,
+    has_transformer_engine,
+    layer_specs,
+    with_parts,
+)
 from services.trainer.megatron.linear_attention import with_linear_attention
 from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.routing_replay import SecondPasses
@@ -60,7 +66,6 @@ class PassThrough(nn.Module):
         self.register_parameter("weight", output_layer.weight)
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-        """Unchanged, and no bias."""
         return hidden, None
 
 
@@ -112,15 +117,9 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
     values = {
         **megatron_fields(architecture),
         "activation_func": _activation(architecture),
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "tensor_model_parallel_size": layout.tp_size,
-        "pipeline_model_parallel_size": layout.pp_size,
-        "expert_model_parallel_size": layout.ep_size,
         "expert_tensor_parallel_size": layout.etp_size,
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
-        "bf16": args.bf16,
         "variable_seq_lengths": layout.pp_size > 1,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths
         "moe_router_bias_update_rate": 0.0,  # the checkpoint balances its experts already
@@ -168,7 +167,11 @@ def build_stages(
 
     The last stage answers with hidden states; log-probs are services/trainer/model/pipeline.py's.
     """
-    _require_whole_latents(architecture, config, layout)
+    if architecture.latent_attention and config.sequence_parallel and not has_transformer_engine(layout):
+        raise ConfigError(
+            f"sequence_parallel with the latent attention of {architecture.family} needs Transformer Engine, which "
+            "sums the gradients of its down-projections: install it, or leave tensor_model_parallel_size at 1"
+        )
     stages = []
     for number in range(layout.vpp_size):
         virtual = number if layout.vpp_size > 1 else None
@@ -176,7 +179,9 @@ def build_stages(
         is_last = layout.is_last_stage and number == layout.vpp_size - 1
         default = partial(_stage, architecture, config, layout, packing, virtual, is_first, is_last)
         model = default() if provider is None else provider(is_first, is_last, virtual, default)
-        stages.append(in_dtype(give_hidden_states(model), config.params_dtype).to(layout.device))
+        for parameter in model.parameters():  # Megatron makes norms in float32 unless its trainer's wrapper casts them
+            parameter.data = parameter.data.to(config.params_dtype)
+        stages.append(give_hidden_states(model).to(layout.device))
     return stages
 
 
@@ -193,7 +198,7 @@ def _stage(
     if architecture.linear_attention:
         spec = with_linear_attention(spec, architecture.linear_attention)
     if uses_segment_attention(layout, packing):
-        spec = with_segment_attention(spec)
+        spec = with_parts(spec, lambda name, part: SegmentAttention if name == "core_attention" else part)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -229,13 +234,6 @@ def _activation(architecture: Architecture) -> Any:
     return silu if architecture.swiglu else partial(gelu, approximate="tanh")
 
 
-def in_dtype(model: GPTModel, dtype: torch.dtype) -> GPTModel:
-    """All parameters in one dtype: Megatron makes norms in float32 unless its trainer's wrapper casts them too."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
-
-
 def uses_segment_attention(layout: Layout, packing: Packing) -> bool:
     """Transformer Engine packs samples by itself, but knows no shared prompts and none of our context groups."""
     return not has_transformer_engine(layout) or packing == "shared_prompts" or layout.context.size > 1
@@ -264,14 +262,6 @@ def _rope_factor(architecture: Architecture) -> float:
         if getattr(scaling, name) != fixed:
             raise ConfigError(f"rope_scaling {name} {getattr(scaling, name)}: Megatron-core has only {fixed}")
     return scaling.factor
-
-
-def _require_whole_latents(architecture: Architecture, config: TransformerConfig, layout: Layout) -> None:
-    if architecture.latent_attention and config.sequence_parallel and not has_transformer_engine(layout):
-        raise ConfigError(
-            f"sequence_parallel with the latent attention of {architecture.family} needs Transformer Engine, which "
-            "sums the gradients of its down-projections: install it, or leave tensor_model_parallel_size at 1"
-        )
 
 
 Shown = tuple[Tensor, Tensor]

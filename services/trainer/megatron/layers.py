@@ -65,7 +65,6 @@ class ZeroCentredNorm(torch.nn.RMSNorm):
     """Multiplies by 1 + weight, in float32 at least."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """In the type of the tokens."""
         exact = torch.promote_types(tokens.dtype, torch.float32)
         weight = 1.0 + self.weight.to(exact)
         return rms_norm(tokens.to(exact), self.normalized_shape, weight, self.eps).to(tokens.dtype)
@@ -110,14 +109,10 @@ class NormOverHeads(torch.nn.Module):
 
 
 class QueryNorm(NormOverHeads):
-    """Of queries."""
-
     num_heads = "num_attention_heads"
 
 
 class KeyNorm(NormOverHeads):
-    """Of keys."""
-
     num_heads = "num_query_groups"
 
 
@@ -130,11 +125,6 @@ def without_pre_norms(layer: ModuleSpec, *, with_te: bool) -> None:
 
         submodules.self_attention.submodules.linear_qkv = plain
         (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).linear_fc1 = plain
-
-
-def with_marked_norms(spec: Any) -> Any:
-    """The spec of a layer or a block with these in the place of Megatron's."""
-    return with_parts(spec, lambda _, part: MarkedNorm if part is WrappedTorchNorm else part)
 
 
 Output = tuple[Tensor, Tensor | None]
@@ -153,7 +143,6 @@ class _PostNorm:
         self.post_norm = type(self).norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:
-        """The wrapped module's output, normalized."""
         output, bias = super().forward(*args, **kwargs)  # type: ignore[misc]  # the Megatron module has it
         return self.post_norm(output), bias
 
@@ -190,7 +179,6 @@ class _LocalRotary:
     def forward(
         self, hidden: Tensor, *args: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **named: Any
     ) -> Output:
-        """With the layer's own angles."""
         if (rotary := self.rotary_pos_emb) is not None:
             length = rotary.get_rotary_seq_len(None, None, hidden, self.config, packed_seq_params)
             rotary_pos_emb = rotary(length, packed_seq=packed_seq_params is not None)
@@ -207,8 +195,8 @@ def with_local_rotary(layer: ModuleSpec, rotary_base: float) -> None:
     layer.submodules.self_attention = ModuleSpec(local, attention.params, attention.submodules)
 
 
-def with_post_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
-    """The layer's spec, its attention and MLP exchanged for normed ones."""
+def with_post_norms(layer: ModuleSpec, norm: type) -> None:
+    """Exchanges the layer's attention and MLP for normed ones."""
     submodules = layer.submodules
     attention, mlp = submodules.self_attention, submodules.mlp
     normed = type("NormedSelfAttention", (NormedSelfAttention,), {"norm": norm})
@@ -219,23 +207,14 @@ def with_post_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
         submodules.mlp = partial(normed_mlp.as_mlp_submodule, **mlp.keywords)
     else:
         submodules.mlp = ModuleSpec(normed_mlp, mlp.params, mlp.submodules)
-    return layer
 
 
 class BiasedExpert(RowParallelLinear):
     """The last layer of an expert with biases, to whose output Megatron's MLP adds in place: not to a view."""
 
     def forward(self, input_: Tensor) -> Output:
-        """A copy, and the bias."""
         output, bias = super().forward(input_)
         return output.clone(), bias
-
-
-def with_biased_experts(spec: Any) -> Any:
-    """The spec of a layer or a block with these in the place of Megatron's."""
-    return with_parts(
-        spec, lambda name, part: BiasedExpert if name == "linear_fc2" and part is RowParallelLinear else part
-    )
 
 
 _EPSILON = 1e-6
@@ -255,15 +234,14 @@ class PlainQueries(MLASelfAttention):
         return super()._resolve_qk_norm_config(submodules) | {"linear_q_proj": submodules.linear_q_proj}
 
 
-def with_latent_attention(layer: ModuleSpec, latent: LatentAttention, *, with_te: bool) -> ModuleSpec:
-    """The layer's spec with these parts; Transformer Engine's norms are fused into the projections."""
+def with_latent_attention(layer: ModuleSpec, latent: LatentAttention, *, with_te: bool) -> None:
+    """Gives the layer's attention these parts; Transformer Engine's norms are fused into the projections."""
     attention = layer.submodules.self_attention
     if latent.q_lora_rank is None:
         layer.submodules.self_attention = ModuleSpec(PlainQueries, attention.params, attention.submodules)
     if not with_te:
         attention.submodules.kv_layernorm = LatentNorm
         attention.submodules.q_layernorm = IdentityOp if latent.q_lora_rank is None else LatentNorm
-    return layer
 
 
 def with_one_part(layer: ModuleSpec, *, is_mlp: bool) -> ModuleSpec:
@@ -289,9 +267,11 @@ def layer_specs(
         config, use_transformer_engine=with_te, normalization=architecture.normalization, vp_stage=vp_stage
     )
     if not with_te:
-        block = with_marked_norms(block)
+        block = with_parts(block, lambda _, part: MarkedNorm if part is WrappedTorchNorm else part)
         if architecture.add_bias_linear:
-            block = with_biased_experts(block)
+            block = with_parts(
+                block, lambda name, part: BiasedExpert if name == "linear_fc2" and part is RowParallelLinear else part
+            )
     if architecture.mlp_layers is not None:
         first = get_transformer_layer_offset(config, vp_stage)
         block.layer_specs = [
@@ -450,11 +430,5 @@ def whole_row(tensor: Tensor, share: Share) -> Tensor:
 
 
 def _repeated(tensor: Tensor, heads: int) -> Tensor:
-    """Key and value heads, as many as queries have."""
     times = heads // tensor.shape[-2]
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=-2)
-
-
-def with_segment_attention(spec: Any) -> Any:
-    """The spec of a layer or a block with this attention in every layer."""
-    return with_parts(spec, lambda name, part: SegmentAttention if name == "core_attention" else part)

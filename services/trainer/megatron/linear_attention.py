@@ -49,8 +49,9 @@ class Scan:
     """Of each segment: its number of chunks, and the segment that it continues"""
 
     @classmethod
-    def of(cls, segments: Sequence[RowSegment], device: torch.device) -> Scan:
-        """Of segments in order and without gaps."""
+    @lru_cache(maxsize=8)
+    def of(cls, segments: tuple[RowSegment, ...], device: torch.device) -> Scan:
+        """Of segments in order and without gaps; the same for every layer of a pass."""
         before, chunks = [torch.zeros(1, dtype=torch.int64)], []
         for segment in segments:
             places = torch.arange(segment.start + 1, segment.end + 1)
@@ -61,12 +62,6 @@ class Scan:
         places = whole.flatten().nonzero()[:, 0]
         runs = [(len(each), segment.prefix) for each, segment in zip(chunks, segments, strict=True)]
         return cls(torch.cat(before).to(device), whole.to(device), places.to(device), runs)
-
-
-@lru_cache(maxsize=8)
-def scan_of(segments: tuple[RowSegment, ...], device: torch.device) -> Scan:
-    """The same for every layer of a pass."""
-    return Scan.of(segments, device)
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, scan: Scan) -> Tensor:
@@ -220,7 +215,7 @@ class _Recurrent(MegatronModule):
         if share is not None:
             parts = [whole_row(part, share) for part in parts]
         mix = partial(checkpoint, self._mixed, use_reentrant=False) if self._recomputes else self._mixed
-        mixed = mix(*parts, scan_of(_segments(packed_seq_params, batch, size), gate.device))
+        mixed = mix(*parts, Scan.of(_segments(packed_seq_params, batch, size), gate.device))
         if share is not None:
             mixed = torch.cat([mixed[start:end] for start, end in share.spans])
         normed = self.out_norm(mixed, gate.unflatten(-1, mixed.shape[1:])).flatten(1)

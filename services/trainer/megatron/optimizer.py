@@ -45,22 +45,6 @@ class Slot:
     is_distributed: bool
 
 
-def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Megatron's optimizers below the chain: dense parameters, then experts."""
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def slots(optimizer: Any) -> Iterator[Slot]:
-    """The slots of every parameter that this rank updates."""
-    for each in inner_optimizers(optimizer):
-        if isinstance(each, DistributedOptimizer):
-            yield from _distributed(each)
-        elif isinstance(each, Float16OptimizerWithFloat16Params):
-            yield from _half(each)
-        else:
-            yield from (_whole(each, p, p) for group in _groups(each) for p in group["params"])
-
-
 def _distributed(optimizer: Any) -> Iterator[Slot]:
     if optimizer.is_stub_optimizer:
         return
@@ -104,46 +88,13 @@ def _updated(inside: Any, known: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     raise RuntimeError(f"no part of {type(inside).__name__} updates a parameter of {tuple(known.shape)}")
 
 
-def tensors(optimizer: Any) -> Iterator[Tensor]:
-    """The tensors of the optimizer inside: what it updates, with gradients of its own, and its states."""
-    for each in inner_optimizers(optimizer):
-        for parameter in (p for group in _groups(each) for p in group["params"]):
-            yield parameter
-            if parameter.grad is not None:
-                yield parameter.grad
-        states = each.optimizer.state.values() if each.optimizer is not None else ()
-        yield from (value for state in states for value in state.values() if isinstance(value, Tensor))
-
-
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return [] if optimizer.optimizer is None else list(optimizer.optimizer.param_groups)
 
 
-def group_step(optimizer: Any) -> int | None:
-    """Fused Adams count their steps once for a group; torch's counts them for each parameter, and has none here."""
-    steps = [int(group["step"]) for each in inner_optimizers(optimizer) for group in _groups(each) if "step" in group]
-    return max(steps, default=None)
-
-
-def set_group_step(optimizer: Any, step: int) -> None:
-    """Puts back what `group_step` gave."""
-    for each in inner_optimizers(optimizer):
-        for group in _groups(each):
-            group["step"] = step
-
-
-def take_restored(optimizer: Any) -> None:
-    """Offloaded copies of weights and masters take what a checkpoint has put into those."""
-    for each in inner_optimizers(optimizer):
-        if isinstance(each.optimizer, HybridDeviceOptimizer):
-            for known, copy in each.optimizer.param_to_inner_param.items():
-                if copy is not known and copy.dtype is known.dtype:
-                    copy.data.copy_(known.data)
-
-
-def fuse_on_cpu(optimizer: Any) -> None:
+def fuse_on_cpu(optimizers: Sequence[Any]) -> None:
     """Lets torch's Adam pass once over weights, gradients and moments in the host's memory: a fifth of its time."""
-    for each in inner_optimizers(optimizer):
+    for each in optimizers:
         inside = each.optimizer
         for part in inside.sub_optimizers if isinstance(inside, HybridDeviceOptimizer) else [inside]:
             for group in part.param_groups if isinstance(part, torch.optim.Adam) else ():
@@ -159,15 +110,7 @@ def wrap_for_data_parallel(
     config: TransformerConfig, args: MegatronArgs, chunks: Sequence[GPTModel]
 ) -> list[DistributedDataParallel]:
     """The rank's stages with gradient buffers that data ranks reduce, in float32."""
-    ddp_config = made(
-        DistributedDataParallelConfig,
-        args,
-        {
-            "grad_reduce_in_fp32": args.grad_reduce_in_fp32,
-            "use_distributed_optimizer": args.use_distributed_optimizer,
-            "check_for_nan_in_grad": args.check_for_nan_in_grad,
-        },
-    )
+    ddp_config = made(DistributedDataParallelConfig, args, {})
     # As Megatron's own trainer: only the gradients of the first stage are waited for, so only they come in buckets.
     return [
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=number > 0)
@@ -205,21 +148,16 @@ class Optimizer:
             OptimizerConfig,
             args,
             {
-                "optimizer": args.optimizer,
-                "weight_decay": args.weight_decay,
-                "adam_beta1": args.adam_beta1,
-                "adam_beta2": args.adam_beta2,
-                "adam_eps": args.adam_eps,
-                "clip_grad": args.clip_grad,
-                "bf16": args.bf16,
                 "params_dtype": torch.bfloat16 if args.bf16 else torch.float32,
-                "use_distributed_optimizer": args.use_distributed_optimizer,
                 "optimizer_offload_fraction": 1.0,  # as Megatron's own script; without optimizer_cpu_offload unused
             },
             fixed={"lr": args.lr, "min_lr": min(args.min_lr, args.lr)},
         )
         self._optimizer: Any = get_megatron_optimizer(config, list(chunks))
-        fuse_on_cpu(self._optimizer)
+        is_chain = isinstance(self._optimizer, ChainedOptimizer)
+        self._parts = list(self._optimizer.chained_optimizers) if is_chain else [self._optimizer]
+        """Megatron's optimizers: dense parameters, then experts."""
+        fuse_on_cpu(self._parts)
         self._kind = args.optimizer
         self._schedule = parameter_schedule(self._optimizer, args, num_steps)
 
@@ -239,27 +177,39 @@ class Optimizer:
         return self._optimizer, self._schedule
 
     def zero_grad(self) -> None:
-        """Clears the gradients; called before the first backward pass of a step."""
         self._optimizer.zero_grad()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that it keeps for itself, and the parameters that it updates."""
-        return tensors(self._optimizer)
+        """The parameters that it updates, with gradients of its own, and its states."""
+        for part in self._parts:
+            for parameter in (p for group in _groups(part) for p in group["params"]):
+                yield parameter
+                if parameter.grad is not None:
+                    yield parameter.grad
+            states = part.optimizer.state.values() if part.optimizer is not None else ()
+            yield from (value for state in states for value in state.values() if isinstance(value, Tensor))
 
     def slots(self) -> Iterator[Slot]:
         """The state of every parameter that this rank updates."""
-        return slots(self._optimizer)
+        for part in self._parts:
+            if isinstance(part, DistributedOptimizer):
+                yield from _distributed(part)
+            elif isinstance(part, Float16OptimizerWithFloat16Params):
+                yield from _half(part)
+            else:
+                yield from (_whole(part, p, p) for group in _groups(part) for p in group["params"])
 
     def scalars(self) -> dict[str, Any]:
         """The schedule's position and the kind of optimizer, as JSON has them."""
+        # Fused Adams count their steps once for a group; torch's counts them for each parameter, and has none here.
+        steps = [int(group["step"]) for part in self._parts for group in _groups(part) if "step" in group]
         return {
             "optimizer": self._kind,
             "schedule_steps": self._schedule.num_steps,
-            "group_step": group_step(self._optimizer),
+            "group_step": max(steps, default=None),
         }
 
     def require_same_kind(self, scalars: Mapping[str, Any]) -> None:
-        """Raises DataLoss when the states of a checkpoint are another optimizer's."""
         if scalars["optimizer"] != self._kind:
             raise DataLoss(
                 f"the checkpoint has states of {scalars['optimizer']}, and this job's optimizer is {self._kind}: "
@@ -267,9 +217,13 @@ class Optimizer:
             )
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """The schedule goes on where it was."""
-        if scalars["group_step"] is not None:
-            set_group_step(self._optimizer, scalars["group_step"])
-        take_restored(self._optimizer)
+        """The schedule goes on where it was; offloaded copies of weights and masters take what was put into those."""
+        for part in self._parts:
+            for group in _groups(part) if scalars["group_step"] is not None else ():
+                group["step"] = scalars["group_step"]
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                for known, copy in part.optimizer.param_to_inner_param.items():
+                    if copy is not known and copy.dtype is known.dtype:
+                        copy.data.copy_(known.data)
         self._schedule.num_steps = 0
         self._schedule.step(increment=scalars["schedule_steps"])

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -51,7 +50,10 @@ class Context:
         """
         if self.size == 1:
             return rows, logit_positions, target_slots
-        row = _with_segments(rows).aligned(2 * self.size * self.multiple)
+        if rows.segments is None:  # a row of one sample is one segment
+            assert len(rows.tokens) == 1, "the rules refuse padded batches"
+            rows = Rows(rows.tokens, rows.positions, (RowSegment(0, rows.tokens.shape[1]),))
+        row = rows.aligned(2 * self.size * self.multiple)
         chunk = row.tokens.shape[1] // (2 * self.size)
         device = logit_positions.device
         everywhere = [_positions(self._spans(rank, chunk), device) for rank in range(self.size)]
@@ -79,14 +81,6 @@ class Context:
 
 def _positions(spans: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(start, end, device=device) for start, end in spans])
-
-
-def _with_segments(rows: Rows) -> Rows:
-    """A row of one sample is one segment."""
-    if rows.segments is not None:
-        return rows
-    assert len(rows.tokens) == 1  # the rules refuse padded batches
-    return Rows(rows.tokens, rows.positions, (RowSegment(0, rows.tokens.shape[1]),))
 
 
 # A collective that takes longer has lost a peer.
@@ -192,8 +186,6 @@ def initialize(
         # Where each process sees only its own GPU (Ray, Slurm with --gpus-per-task), it is number 0.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     else:
-        refuse_gpu_only(args)
-        refuse_divided_experts(args)
         cpu_adapter.install()
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if world_size % model_parallel:
@@ -202,7 +194,7 @@ def initialize(
             f"pipeline_model_parallel_size {args.pipeline_model_parallel_size} × context_parallel_size "
             f"{args.context_parallel_size}: use a multiple of {model_parallel}"
         )
-    _require_room_for_experts(args, world_size)
+    _check_experts(args, world_size, has_cuda)
     vpp_size = virtual_stages(architecture, args)
     rendezvous.join(rank, world_size, "nccl" if has_cuda else "gloo", _COLLECTIVE_TIMEOUT, options)
     parallel_state.initialize_model_parallel(
@@ -244,7 +236,7 @@ def initialize(
 def _seed(seed: int, device: torch.device) -> None:
     """Seeds the random numbers of hooks: nothing of ours draws any. A checkpoint brings its own states instead."""
     random.seed(seed)
-    numpy.random.seed(seed % _NUMPYS_SEEDS)
+    np.random.seed(seed % _NUMPYS_SEEDS)
     torch.manual_seed(seed)
     if device.type == "cuda":
         from megatron.core import tensor_parallel
@@ -270,30 +262,19 @@ def _contexts(
     return Context(dist.get_rank(context), size, context, multiple), data
 
 
-def _require_room_for_experts(args: MegatronArgs, world_size: int) -> None:
+def _check_experts(args: MegatronArgs, world_size: int, has_cuda: bool) -> None:
     within = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    if not has_cuda and args.expert_model_parallel_size > 1 and within > 1:
+        raise ConfigError(
+            f"expert_model_parallel_size {args.expert_model_parallel_size} with {within} tensor ranks in each expert "
+            "needs a GPU: gloo gathers only equal shares: pass --expert-tensor-parallel-size 1"
+        )
     needed = within * args.expert_model_parallel_size * args.pipeline_model_parallel_size
     if world_size % needed:
         raise ConfigError(
             f"{world_size} ranks cannot be divided into expert_model_parallel_size {args.expert_model_parallel_size} × "
             f"{within} tensor ranks × pipeline_model_parallel_size {args.pipeline_model_parallel_size}: use a multiple "
             f"of {needed}"
-        )
-
-
-def refuse_gpu_only(args: MegatronArgs) -> None:
-    """Raises ConfigError for what Megatron-core does only on a GPU."""
-    if flags := args.needs_gpu():
-        raise ConfigError(f"{', '.join(flags)} needs a GPU, and mostly Transformer Engine: leave it out on a CPU")
-
-
-def refuse_divided_experts(args: MegatronArgs) -> None:
-    """Raises ConfigError where tensor ranks of an expert would gather what gloo cannot: unequally many tokens."""
-    within = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    if args.expert_model_parallel_size > 1 and within > 1:
-        raise ConfigError(
-            f"expert_model_parallel_size {args.expert_model_parallel_size} with {within} tensor ranks in each expert "
-            "needs a GPU: gloo gathers only equal shares: pass --expert-tensor-parallel-size 1"
         )
 
 

@@ -115,7 +115,6 @@ def own_host() -> str:
 
 
 def on_one_machine() -> bool:
-    """True where every rank of the trainer is on this machine."""
     return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
 
 

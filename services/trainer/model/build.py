@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,22 +40,21 @@ from services.trainer.megatron.gpt import ModelProvider
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.megatron.parallel import Layout, initialize
 from services.trainer.megatron.routing_replay import RoutingReplay
-from services.trainer.metrics import Speed, Stopwatch, peak_tflops
+from services.trainer.metrics import LogProbDistance, Speed, Stopwatch, TeacherDistance, peak_tflops
 from services.trainer.model.critic import Critic
 from services.trainer.model.frozen_policies import HostCopy, OldLogProbs, OldPolicies, frozen_policy
 from services.trainer.model.lora import Adapters, PolicyWeights, attach
 from services.trainer.model.memory import RankMemory, TrainedModel
 from services.trainer.model.pipeline import Pipeline, Runner, TokenHead
-from services.trainer.model.policy import POLICY, Policy, SavedParts, start_from
+from services.trainer.model.policy import POLICY, Policy, SavedParts, model_facts, start_from
 from services.trainer.model.rollout_step import BatchReader, OptimizerSteps, Preparation, teacher_log_probs
 from services.trainer.plan.planning import ModelFlops, Planner, cost_of
 from services.trainer.plan.rows import Packing, RolloutChoices
 from services.trainer.rl.advantages import Advantages
-from services.trainer.rl.hooks import bound
+from services.trainer.rl.hooks import WholeBatchHooks, bound
 from services.trainer.rl.objective import CustomLoss, Objective, PolicyReducer, custom_correction
 from services.trainer.rl.sampling_mask import require_mask
 from services.trainer.rl.seen_tokens import LossRecord
-from services.trainer.rl.whole_batch import WholeBatchHooks
 
 _DEFAULT = "build_default"
 TRUE_ON_POLICY_BOUND = 1e-3
@@ -166,18 +164,6 @@ def advantages_of(job: Job, group: dist.ProcessGroup | None) -> Advantages:
     )
 
 
-def whole_batch_hooks_of(job: Job, layout: Layout) -> WholeBatchHooks | None:
-    """The user's functions that see all samples of a step; None without any."""
-    hooks = job.hooks
-    paths = {
-        "sample_filter": hooks.rollout_sample_filter_path,
-        "train_data": hooks.custom_convert_samples_to_train_data_path,
-        "reward_post_process": hooks.custom_reward_post_process_path,
-        "rollout_log": hooks.custom_rollout_log_function_path,
-    }
-    return WholeBatchHooks(layout, hook_args(job), **paths) if any(paths.values()) else None
-
-
 def join_ranks(job: Job) -> Layout:
     """Joins the job's other ranks, or is alone. In the thread that will compute."""
     architecture = read_architecture(job.model.hf_checkpoint)
@@ -187,21 +173,13 @@ def join_ranks(job: Job) -> Layout:
     return layout
 
 
+_SIZES = {"actor_num_nodes", "actor_num_gpus_per_node"}
+
+
 def alike(job: Job) -> dict[str, str]:
     """Options that all ranks must have alike, by name. Files may have other paths on another machine."""
-    sections: Mapping[str, Mapping[str, Any]] = {
-        "train": dict(job.train),
-        "lora": dict(job.lora),
-        "critic": dict(job.critic),
-        "distillation": dict(job.distillation),
-        "publish": dict(job.publish),
-        "megatron": job.megatron,
-        "run": {"seed": job.run.seed},
-        "placement": {
-            "actor_num_nodes": job.placement.actor_num_nodes,
-            "actor_num_gpus_per_node": job.placement.actor_num_gpus_per_node,
-        },
-    }
+    of_all = ("train", "lora", "critic", "distillation", "publish", "megatron")
+    sections = job.model_dump(include={**dict.fromkeys(of_all, True), "run": {"seed"}, "placement": _SIZES})
     return {
         f"{section}.{name}": str(value)
         for section, options in sections.items()
@@ -217,7 +195,8 @@ def policy_of(job: Job, layout: Layout) -> Policy:
         raise ConfigError("; ".join(wrong))
     model, adapters = model_of(job, architecture, args, layout)
     chunks = wrap_for_data_parallel(model.config, args, model.stages)
-    optimizer = Optimizer(args, chunks, _policy_steps(job))
+    rollout_steps = max(1, job.rollout.num_rollout - job.critic.num_critic_only_steps)
+    optimizer = Optimizer(args, chunks, rollout_steps * _steps_per_rollout(job))
     stopwatch = Stopwatch(layout.device)
     pipeline = _pipeline(job, architecture, model, chunks, layout, stopwatch)
     critic = critic_of(job, layout, stopwatch) if uses_critic(job) else None
@@ -242,7 +221,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
             critic=critic,
             data_hook=bound(hooks.rollout_data_postprocess_path, "rollout_data", args_of_hooks),
             before_log_prob=before_log_prob,
-            distills=job.distillation.use_opd,
+            distance=TeacherDistance(layout.device) if job.distillation.use_opd else None,
             top_p=job.rollout.rollout_top_p,
             top_k=job.rollout.rollout_top_k,
         ),
@@ -301,19 +280,14 @@ def model_of(
     initial = job.checkpoint.initial_megatron_checkpoint
     of_megatron = [path for path in (initial, job.checkpoint.load) if path is not None and is_torch_dist(path)]
     model.converter.load(of_megatron[0] if of_megatron else job.model.hf_checkpoint)
-    adapters = _adapters(job, architecture, model, layout)
+    adapters = None
+    if job.lora.lora_rank is not None:
+        adapters = attach(model, architecture, layout, job.lora, job.run.seed)
+        model.converter.add_deltas(adapters.deltas())
     if initial is not None and not of_megatron:
         start_from(opened(initial, layout), model.converter.shards(), adapters)
     choose_trainable(model.stages, job.train, layout)
     return model, adapters
-
-
-def _adapters(job: Job, architecture: Architecture, model: RankModel, layout: Layout) -> Adapters | None:
-    if job.lora.lora_rank is None:
-        return None
-    adapters = attach(model, architecture, layout, job.lora, job.run.seed)
-    model.converter.add_deltas(adapters.deltas())
-    return adapters
 
 
 def _pipeline(
@@ -331,9 +305,10 @@ def _pipeline(
         TokenHead(model.stages[-1], layout),
         objective_of(job),
         layout,
-        job.rollout.rollout_temperature,
+        job.rollout.rollout_temperature or 1.0,  # greedy rollouts have no temperature to divide by
         model.packing,
         stopwatch,
+        LogProbDistance(layout.device),
         agreement_bound=TRUE_ON_POLICY_BOUND if job.train.true_on_policy_mode else None,
         vision=architecture.vision,
         record=LossRecord(is_policy_loss=job.train.loss_type != "sft_loss") if logs_samples(job, layout) else None,
@@ -360,7 +335,13 @@ def _batches(job: Job, architecture: Architecture, packing: Packing, layout: Lay
     experts = architecture.experts if job.train.use_rollout_routing_replay else None
     choices = RolloutChoices(architecture.num_layers, experts) if experts else None
     check, vision = _sample_check(job, architecture, choices), architecture.vision
-    hooks = whole_batch_hooks_of(job, layout)
+    paths = {
+        "sample_filter": job.hooks.rollout_sample_filter_path,
+        "train_data": job.hooks.custom_convert_samples_to_train_data_path,
+        "reward_post_process": job.hooks.custom_reward_post_process_path,
+        "rollout_log": job.hooks.custom_rollout_log_function_path,
+    }
+    hooks = WholeBatchHooks(layout, hook_args(job), **paths) if any(paths.values()) else None
     return BatchReader(job.train, planner, check, layout, packing, hooks=hooks, choices=choices, vision=vision)
 
 
@@ -415,12 +396,7 @@ def _saved(
     if reference is not None and job.train.ref_update_interval is not None:
         models.append(reference.state("reference"))
     others: Sequence[RandomState | OldPolicies] = [RandomState(layout.rank), *([old_policies] if old_policies else [])]
-    return SavedParts(architecture, models, others, weights.adapters)
-
-
-def _policy_steps(job: Job) -> int:
-    """The optimizer steps of the run, without those rollout steps that train the critic alone."""
-    return max(1, job.rollout.num_rollout - job.critic.num_critic_only_steps) * _steps_per_rollout(job)
+    return SavedParts(model_facts(architecture, weights.adapters), models, others)
 
 
 def _steps_per_rollout(job: Job) -> int:

@@ -81,7 +81,6 @@ class Critic:
 
     @property
     def trained(self) -> TrainedModel:
-        """The part of it that is on the device."""
         return TrainedModel(self._chunks, self._optimizer)
 
     def values(self, inputs: StepInputs) -> list[Tensor] | None:

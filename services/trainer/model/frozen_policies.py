@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,6 @@ class HostCopy:
         self._values = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
 
     def take(self) -> None:
-        """Copies the weights that are in place now."""
         for name, weight in self._weights.items():
             self._values[name].copy_(weight.detach())
 
@@ -117,17 +115,11 @@ class OldPolicies:
         return max((kept for kept in self.versions if kept <= version), default=self.versions[0])
 
     def in_place(self, version: int) -> AbstractContextManager[None]:
-        """The model is that policy inside the block."""
         return self._copies[version].in_place()
 
     def chunks(self) -> Iterator[ShardChunk]:
-        """The kept versions as chunks of a checkpoint."""
         for version, copy in self._copies.items():
             yield from copy.state(f"{_PART}{version}").chunks()
-
-    def scalars(self) -> Mapping[str, Any]:
-        """There are none: versions are in the chunks' names."""
-        return {}
 
     def restore(self, reader: CheckpointReader) -> None:
         """Keeps the versions that the checkpoint has, and no others."""
@@ -206,5 +198,4 @@ class OldLogProbs:
 
 
 def _of(policies: OldPolicies, step: int, micro: MicroInputs) -> list[int]:
-    """The kept version that each sample is from."""
     return [policies.nearest(step - int(one)) for one in micro.staleness[:, 0].tolist()]

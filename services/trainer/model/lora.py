@@ -61,7 +61,7 @@ from headrace.models.family import (
 from headrace.publication import TensorSpec
 from services.trainer.collective_io import write_tensors
 from services.trainer.durable import new_folder
-from services.trainer.hugging_face.convert import Converter, Held, gathered
+from services.trainer.hugging_face.convert import Converter, Placed, gathered
 from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.shards import ModelShard, cut, merge
 from services.trainer.megatron.configs import mark_like_expert, mark_sequence_parallel, mark_tensor_parallel
@@ -120,7 +120,6 @@ class LowRank(nn.Module):
 
 
 def pair_shapes(weight: HfTensor, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shapes of A and B for a layer with this weight."""
     size_out, size_in = weight.shape
     return (rank, size_in), (size_out, rank)
 
@@ -129,11 +128,6 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class Adapter(nn.Module):
-    """`parts` are those of the layer's Hugging Face tensors, in the table's order; None for one without an adapter.
-
-    `sizes` are the outputs of each part on this rank.
-    """
-
     def __init__(
         self,
         sharding: Sharding,
@@ -152,7 +146,6 @@ class Adapter(nn.Module):
         self._exchange = exchange
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes the layer's input and returns what is added to its output."""
         return self._arranged([self._output(part, x) for part in self.parts])
 
     def delta(self) -> Tensor:
@@ -197,17 +190,14 @@ class ExpertAdapters(nn.ModuleList):
     """The adapters of a grouped linear layer, in the order of its experts."""
 
     def forward(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Takes what the layer takes: the tokens of all its experts, one expert's behind the other's."""
         return torch.cat([adapter(own) for adapter, own in zip(self, tokens.split(list(sizes)), strict=True)])
 
 
 def is_row_parallel(sharding: Sharding) -> bool:
-    """True where tensor ranks divide the layer's input."""
     return isinstance(sharding, Transposed) or (isinstance(sharding, Split) and sharding.dim == 1)
 
 
 def pair_shardings(sharding: Sharding, part: int) -> tuple[Sharding, Sharding]:
-    """Returns how tensor ranks divide A and B of one of a layer's parts."""
     match sharding:
         case Replicated():
             return Replicated(), Replicated()
@@ -222,7 +212,6 @@ def pair_shardings(sharding: Sharding, part: int) -> tuple[Sharding, Sharding]:
 
 
 def exchange_of(sharding: Sharding, *, sequence_parallel: bool) -> Exchange:
-    """Returns what tensor ranks do with the middle."""
     exchange: Exchange
     if isinstance(sharding, Replicated):
         exchange = _unchanged
@@ -250,7 +239,6 @@ class InitialPairs:
     seed: int
 
     def __call__(self, weight: HfTensor) -> Pair:
-        """Float32 matrices of the layer that has this weight."""
         shape_a, shape_b = pair_shapes(weight, self.rank)
         a, random = torch.empty(shape_a), torch.Generator().manual_seed(self._seed_of(weight.key))
         if self.init == "gaussian":
@@ -311,7 +299,6 @@ class PeftFolder:
         self._require_names({name for tensor in layers for name in peft_names(tensor, architecture, self._words)})
 
     def __call__(self, weight: HfTensor) -> Pair:
-        """The matrices of the layer that has this weight."""
         assert self._rank is not None
         shapes = pair_shapes(weight, self._rank)
         names = peft_names(weight, self._architecture, self._words)
@@ -446,11 +433,9 @@ class Adapters:
     """A shard's key → the name in peft's file."""
 
     def deltas(self) -> dict[str, Callable[[], Tensor]]:
-        """Returns what is added to each weight that leaves, in float32."""
         return {name: adapter.delta for name, adapter in self.by_weight.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters by their keys in a checkpoint."""
         return {shard.key: shard.parameter for shard in self.shards}
 
     def wholes(self, layout: Layout) -> dict[str, Tensor]:
@@ -469,7 +454,6 @@ class Adapters:
         ]
 
     def fold_into(self, weights: Mapping[str, Tensor]) -> None:
-        """Adds the adapters to the weights themselves, for good."""
         with torch.no_grad():
             for name, adapter in self.by_weight.items():
                 weights[name].copy_(weights[name].float() + adapter.delta())
@@ -498,19 +482,26 @@ def attach(model: RankModel, architecture: Architecture, layout: Layout, lora: L
         stage.requires_grad_(False)
         if stage.pre_process:
             stage.embedding.register_forward_hook(_needs_gradient)
-    builder = _Builder(model.config, layout.device, lora, targets, _start(architecture, lora, seed))
+    assert lora.lora_rank is not None
+    start: Start = InitialPairs(lora.lora_rank, lora.lora_init, seed)
+    if lora.lora_load is not None:
+        start = PeftFolder(lora.lora_load, architecture, lora)
+    builder = _Builder(model.config, layout.device, lora, targets, start)
     by_weight: dict[str, Adapter] = {}
     shards: list[ModelShard] = []
     for held in model.converter.held():
         if any(tensor.key in targets for tensor in held.row.hf):
             adapter, own = builder.build(held)
-            _put(adapter, _module(model, held), held)
+            number, _, name = held.name.partition(".")
+            _put(adapter, model.stages[int(number)].get_submodule(name.rpartition(".")[0]), held)
             by_weight[held.name] = adapter
             shards += own
     # Engines multiply by alpha / R, whatever use_rslora says.
-    alpha = scale_of(lora) * (lora.lora_rank or 0)
+    alpha = scale_of(lora) * lora.lora_rank
     served = _peft_config(Path(), lora, layers) | {"lora_alpha": alpha, "use_rslora": False}
-    facts = _facts(lora, adapted_names(architecture, lora.lora_target_modules))
+    targets_by_name = adapted_names(architecture, lora.lora_target_modules)
+    facts = {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets_by_name}
+    facts |= {"use_rslora": True} if lora.lora_use_rslora else {}
     return Adapters(by_weight, shards, facts, served, partial(_peft_name, architecture=architecture))
 
 
@@ -523,7 +514,7 @@ class _Builder:
     """By their keys, out × in."""
     start: Start
 
-    def build(self, held: Held) -> tuple[Adapter, list[ModelShard]]:
+    def build(self, held: Placed) -> tuple[Adapter, list[ModelShard]]:
         """The adapter of one weight, and its parameters' places."""
         row, sharding = held.row, held.sharding
         wanted = [self.targets.get(tensor.key) for tensor in row.hf]
@@ -553,7 +544,7 @@ class _Builder:
         overlaps = self.config.moe_shared_expert_overlap and ".shared_experts." in row.megatron
         return row.expert is None and not overlaps
 
-    def _part(self, weight: HfTensor, held: Held, number: int) -> LowRank:
+    def _part(self, weight: HfTensor, held: Placed, number: int) -> LowRank:
         pair = self.start(weight)
         of_a, of_b = pair_shardings(held.sharding, number)
         a, b = (
@@ -568,7 +559,7 @@ class _Builder:
             mark_like_expert(parameter, held.weight)
         return part
 
-    def _shards(self, part: LowRank, held: Held, number: int) -> Iterator[ModelShard]:
+    def _shards(self, part: LowRank, held: Placed, number: int) -> Iterator[ModelShard]:
         layer = layer_name(held.row.hf[number].key)
         of_a, of_b = pair_shardings(held.sharding, number)
         for name, parameter, how in (("lora_A", part.lora_A, of_a), ("lora_B", part.lora_B, of_b)):
@@ -576,29 +567,11 @@ class _Builder:
 
 
 def scale_of(lora: LoraSection) -> float:
-    """What adapters are multiplied by."""
     assert lora.lora_rank is not None
     return lora.lora_alpha / (math.sqrt(lora.lora_rank) if lora.lora_use_rslora else lora.lora_rank)
 
 
-def _start(architecture: Architecture, lora: LoraSection, seed: int) -> Start:
-    assert lora.lora_rank is not None
-    if lora.lora_load is None:
-        return InitialPairs(lora.lora_rank, lora.lora_init, seed)
-    return PeftFolder(lora.lora_load, architecture, lora)
-
-
-def _facts(lora: LoraSection, targets: Sequence[str]) -> dict[str, Any]:
-    rank_stabilized = {"use_rslora": True} if lora.lora_use_rslora else {}
-    return {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets} | rank_stabilized
-
-
-def _module(model: RankModel, held: Held) -> Any:
-    number, _, name = held.name.partition(".")
-    return model.stages[int(number)].get_submodule(name.rpartition(".")[0])
-
-
-def _put(adapter: Adapter, linear: Any, held: Held) -> None:
+def _put(adapter: Adapter, linear: Any, held: Placed) -> None:
     """Adds it to its layer. A grouped one has weight0, weight1, …, of which the first comes first."""
     if held.name.endswith(".weight"):
         linear.add_module(_NAME, adapter)

@@ -27,7 +27,6 @@ class TrainedModel:
     optimizer: Optimizer
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields parameters, optimizer states and buffers: all but gradients."""
         for chunk in self.chunks:
             yield from chunk.module.parameters()
             yield from chunk.module.buffers()
@@ -103,16 +102,13 @@ class RankMemory:
 
 
 def _storages(device: torch.device, tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    """Returns the storages on the device, each once, by address."""
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type)
     return {storage._cdata: storage for storage in storages if storage.nbytes() and storage.resizable()}
 
 
 def _whole(storage: UntypedStorage) -> Tensor:
-    """All its bytes as one tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _buffers(chunk: DistributedDataParallel) -> list[Any]:
-    """Megatron's flat buffers of parameters and gradients."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]

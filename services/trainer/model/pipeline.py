@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -216,6 +216,7 @@ class Runner:
         return output
 
 
+@dataclass(frozen=True, slots=True)
 class Pipeline:
     """Runs the policy over the micro-batches of a step.
 
@@ -223,31 +224,17 @@ class Pipeline:
     `record` remembers what the losses of a step have seen.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        head: TokenHead,
-        objective: Objective,
-        layout: Layout,
-        temperature: float,
-        packing: Packing,
-        stopwatch: Stopwatch,
-        agreement_bound: float | None = None,
-        vision: Vision | None = None,
-        record: LossRecord | None = None,
-    ) -> None:
-        self.record = record
-        self._runner = runner
-        self._head = head
-        self._objective = objective
-        self._layout = layout
-        self._packing = packing
-        self._vision = vision
-        self._stopwatch = stopwatch
-        self.distance = LogProbDistance(layout.device)
-        # Greedy rollouts have no temperature to divide by.
-        self._temperature = temperature or 1.0
-        self._agreement_bound = agreement_bound
+    runner: Runner
+    head: TokenHead
+    objective: Objective
+    layout: Layout
+    temperature: float
+    packing: Packing
+    stopwatch: Stopwatch
+    distance: LogProbDistance
+    agreement_bound: float | None = None
+    vision: Vision | None = None
+    record: LossRecord | None = None
 
     def forward_backward(self, inputs: StepInputs) -> dict[str, float]:
         """Accumulates the gradients of one optimizer step; returns its metrics, equal on all ranks.
@@ -256,58 +243,58 @@ class Pipeline:
         """
 
         def loss(number: int, hidden: Tensor) -> tuple[Tensor, LossOutputs]:
-            with self._stopwatch.part("forward"):
+            with self.stopwatch.part("forward"):
                 return self._loss(hidden, inputs[number])
 
-        return self._metrics(self._runner.train(inputs, loss))
+        return self._metrics(self.runner.train(inputs, loss))
 
     def log_probs(
         self, inputs: StepInputs, temperature: float | None = None, routing: Routing = "free"
     ) -> list[Tensor] | None:
         """Log-probs under the weights in place, [B, S] for each micro-batch; None except on last-stage ranks."""
-        divisor = temperature or self._temperature
+        divisor = temperature or self.temperature
 
         def read(micro: MicroInputs, hidden: Tensor) -> Tensor:
-            return self._head(hidden, micro, divisor)[0]
+            return self.head(hidden, micro, divisor)[0]
 
-        return self._runner.infer(inputs, read, routing)
+        return self.runner.infer(inputs, read, routing)
 
     def masked(self, inputs: StepInputs, top_p: float, top_k: int | None, routing: Routing = "free") -> StepInputs:
         """The inputs with the policy's own sampling masks where engines gave none; as they are on other stages."""
         found: list[MicroInputs] = []
 
         def read(micro: MicroInputs, hidden: Tensor) -> Tensor:
-            found.append(self._head.masked(hidden, micro, self._temperature, top_p, top_k))
+            found.append(self.head.masked(hidden, micro, self.temperature, top_p, top_k))
             return hidden.new_zeros(())
 
-        return inputs if self._runner.infer(inputs, read, routing) is None else found
+        return inputs if self.runner.infer(inputs, read, routing) is None else found
 
     def response_log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens, [R]; [] except on last-stage ranks."""
-        micro = inference_inputs(collate(samples, self._packing), self._layout, self._vision)
-        filler = inference_inputs(empty_micro_batch(), self._layout)
-        found = self.log_probs([micro, *[filler] * (self._layout.micro_batch_multiple - 1)], temperature)
+        micro = inference_inputs(collate(samples, self.packing), self.layout, self.vision)
+        filler = inference_inputs(empty_micro_batch(), self.layout)
+        found = self.log_probs([micro, *[filler] * (self.layout.micro_batch_multiple - 1)], temperature)
         return [] if found is None else micro.cut(found[0])
 
     def _loss(self, hidden: Tensor, micro: MicroInputs) -> tuple[Tensor, LossOutputs]:
-        log_probs, entropy = self._head(hidden, micro, self._temperature)
-        logits = self._head.logits(hidden, micro) if self._objective.needs_logits else None
+        log_probs, entropy = self.head(hidden, micro, self.temperature)
+        logits = self.head.logits(hidden, micro) if self.objective.needs_logits else None
         loss_inputs = LossInputs(micro, log_probs, entropy, logits)
-        if self._layout.is_reporting_rank:
+        if self.layout.is_reporting_rank:
             self.distance.add(loss_inputs.trainer_log_probs, micro.rollout_log_probs, micro.mask, micro.staleness)
         if self.record is not None:
             self.record.add(loss_inputs)
-        output = self._objective(loss_inputs)
+        output = self.objective(loss_inputs)
         return output.loss, output
 
     def _metrics(self, outputs: Sequence[LossOutputs]) -> dict[str, float]:
-        device = self._layout.device
+        device = self.layout.device
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
         worst = torch.zeros(3, dtype=torch.float64, device=device)
         hooks: dict[str, float] = {}
         # One rank of the last stage speaks for its data rank; all others add nothing.
-        if self._layout.is_last_stage and self._layout.is_reporting_rank:
+        if self.layout.is_last_stage and self.layout.is_reporting_rank:
             for output in outputs:
                 sums += output.sums
                 maxima = torch.maximum(maxima, output.largest)
@@ -319,20 +306,20 @@ class Pipeline:
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         by_name = dict(zip(SUMS, sums.tolist(), strict=True))
         largest = dict(zip(MAXIMA, maxima.tolist(), strict=True))
-        metrics = {part: by_name[part] for part in self._objective.losses}
-        metrics |= statistics(self._objective.reported, by_name, largest)
+        metrics = {part: by_name[part] for part in self.objective.losses}
+        metrics |= statistics(self.objective.reported, by_name, largest)
         metrics |= {"log_prob_diff/max": self._agreement(worst), "tokens": by_name["tokens"]}
-        return metrics | (summed_by_name(hooks, self._layout) if self._objective.has_hooks else {})
+        return metrics | (summed_by_name(hooks, self.layout) if self.objective.has_hooks else {})
 
     def _agreement(self, worst: Tensor) -> float:
         """The largest gap of all ranks."""
-        every = [torch.zeros_like(worst) for _ in range(self._layout.world_size)]
+        every = [torch.zeros_like(worst) for _ in range(self.layout.world_size)]
         dist.all_gather(every, worst)
         gap, trainer, engine = max((found.tolist() for found in every), key=lambda found: float(found[0]))
-        if self._agreement_bound is not None and gap > self._agreement_bound:
+        if self.agreement_bound is not None and gap > self.agreement_bound:
             raise FailedPrecondition(
                 f"true_on_policy_mode: the trainer gives a token log-prob {trainer:.6f}, the engine gave it "
-                f"{engine:.6f}: {gap:.2g} apart, at most {self._agreement_bound:g} is on-policy. Use the same dtype "
+                f"{engine:.6f}: {gap:.2g} apart, at most {self.agreement_bound:g} is on-policy. Use the same dtype "
                 "and kernels on both sides, or leave --true-on-policy-mode out",
                 reason="NOT_ON_POLICY",
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from services.trainer.model.memory import RankMemory
 from services.trainer.model.pipeline import Pipeline
 from services.trainer.model.rollout_step import BatchReader, OptimizerSteps, Preparation
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.rl.seen_tokens import SeenTokens
 from services.trainer.weights.quantization import quantized, quantized_specs
 
 POLICY = "policy"
@@ -44,34 +43,26 @@ _MODEL = "model"
 _LORA = "lora"
 
 
+@dataclass(frozen=True, slots=True)
 class SavedParts:
-    """One rank's share of a checkpoint. `models` have scalars; `others` are kept beside them."""
+    """One rank's share of a checkpoint of the model with these `facts`. `others` have no scalars."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        models: Sequence[ModelState],
-        others: Sequence[RandomState | OldPolicies],
-        adapters: Adapters | None = None,
-    ) -> None:
-        self._facts = model_facts(architecture, adapters)
-        self._models = models
-        self._parts: Sequence[ModelState | RandomState | OldPolicies] = [*models, *others]
+    facts: Mapping[str, Any]
+    models: Sequence[ModelState]
+    others: Sequence[RandomState | OldPolicies]
 
     def chunks(self) -> Iterator[ShardChunk]:
-        """Weights, optimizer, random states: all ranks' chunks together are everything, each once."""
-        for part in self._parts:
+        for part in (*self.models, *self.others):
             yield from part.chunks()
 
     def scalars(self) -> dict[str, Any]:
-        """The numbers of a checkpoint, equal on all ranks."""
-        scalars = {name: value for model in self._models for name, value in model.scalars().items()}
-        return {_MODEL: self._facts} | scalars
+        scalars = {name: value for model in self.models for name, value in model.scalars().items()}
+        return {_MODEL: self.facts} | scalars
 
     def restore(self, reader: CheckpointReader) -> None:
         """Restores this share bit for bit, whatever layout wrote it. Raises DataLoss unless it is of this model."""
-        require_same_model(reader, self._facts)
-        for part in self._parts:
+        require_same_model(reader, self.facts)
+        for part in (*self.models, *self.others):
             part.restore(reader)
 
 
@@ -163,96 +154,68 @@ def probe_sample(vocab_size: int) -> Sample:
     )
 
 
+@dataclass(slots=True)
 class Policy:
     """The model that is trained. `hf_checkpoint` is the folder it began as.
 
     `saved` is what a checkpoint holds, and `memory` what is on the device.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        batches: BatchReader,
-        prepare: Preparation,
-        optimizer_steps: OptimizerSteps,
-        pipeline: Pipeline,
-        converter: Converter,
-        saved: SavedParts,
-        stopwatch: Stopwatch,
-        speed: Speed,
-        memory: RankMemory,
-        *,
-        adapters: Adapters | None,
-        hf_checkpoint: Path,
-        vocab_size: int,
-    ) -> None:
-        self.saved = saved
-        self.adapters = adapters
-        """What is trained beside the weights; None without LoRA."""
-        self.memory = memory
-        self.set_aside: Sequence[UnusableSample] = ()
-        """Samples of the latest step that it could not use; equal on all ranks."""
-        self.trained_ids: Sequence[str] = ()
-        """This rank's samples of the latest step."""
-        self.is_logged = False
-        """A user's function has logged the latest step's rollout; equal on all ranks."""
-        self._layout = layout
-        self._batches = batches
-        self._prepare = prepare
-        self._optimizer_steps = optimizer_steps
-        self._pipeline = pipeline
-        self._converter = converter
-        self._stopwatch = stopwatch
-        self._speed = speed
-        self._hf_checkpoint = hf_checkpoint
-        self._vocab_size = vocab_size
+    layout: Layout
+    batches: BatchReader
+    prepare: Preparation
+    optimizer_steps: OptimizerSteps
+    pipeline: Pipeline
+    converter: Converter
+    saved: SavedParts
+    stopwatch: Stopwatch
+    speed: Speed
+    memory: RankMemory
+    _: KW_ONLY
+    adapters: Adapters | None
+    hf_checkpoint: Path
+    vocab_size: int
+    set_aside: Sequence[UnusableSample] = ()
+    """Samples of the latest step that it could not use; equal on all ranks."""
+    trained_ids: Sequence[str] = ()
+    """This rank's samples of the latest step."""
+    is_logged: bool = False
+    """A user's function has logged the latest step's rollout; equal on all ranks."""
 
     def train(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> dict[str, float]:
         """The optimizer steps of one rollout step; metrics are equal on all ranks, but for times."""
-        facts = {tracing.LANE: f"rank {self._layout.rank}", tracing.STEP: step}
+        facts = {tracing.LANE: f"rank {self.layout.rank}", tracing.STEP: step}
         with tracing.span("headrace.rank", tracing.step(step), facts):
-            return self._train(step, samples, fetch)
-
-    def _train(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> dict[str, float]:
-        with self._stopwatch.host_part("fetch"):
-            batch = self._batches.read(step, samples, fetch)
-        self.set_aside, self.is_logged = batch.set_aside, batch.is_logged
-        self.trained_ids = [i for plan in batch.plans for i in plan.sample_ids(self._layout.data_rank)]
-        with self._stopwatch.part("log_probs"):
-            prepared = self._prepare(step, batch.inputs)
-        metrics = self._optimizer_steps(step, batch.plans, prepared)
-        metrics = {**batch.metrics, **metrics, **self._pipeline.distance.read(), **self._prepare.metrics()}
-        return metrics | self._speed.metrics(batch.samples, self._stopwatch.read())
-
-    def take_seen(self) -> Mapping[str, SeenTokens]:
-        """What the losses since the last call have seen, by sample id; nothing on ranks that write no samples."""
-        return {} if self._pipeline.record is None else self._pipeline.record.take()
-
-    def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
-        """The ids of the samples that `train` will fetch on this rank, in that order."""
-        return self._batches.own_sample_ids(samples)
+            with self.stopwatch.host_part("fetch"):
+                batch = self.batches.read(step, samples, fetch)
+            self.set_aside, self.is_logged = batch.set_aside, batch.is_logged
+            self.trained_ids = [i for plan in batch.plans for i in plan.sample_ids(self.layout.data_rank)]
+            with self.stopwatch.part("log_probs"):
+                prepared = self.prepare(step, batch.inputs)
+            metrics = self.optimizer_steps(step, batch.plans, prepared)
+            metrics = {**batch.metrics, **metrics, **self.pipeline.distance.read(), **self.prepare.metrics()}
+            return metrics | self.speed.metrics(batch.samples, self.stopwatch.read())
 
     def log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens [R] under the current weights; [] except on last-stage ranks.
 
         `temperature` absent: the rollouts'.
         """
-        return self._pipeline.response_log_probs(samples, temperature)
+        return self.pipeline.response_log_probs(samples, temperature)
 
     def probe(self) -> tuple[list[int], list[float]] | None:
         """Collective: a short sequence and its log-probs under the current weights; None except on last-stage ranks."""
-        sample = probe_sample(self._vocab_size)
+        sample = probe_sample(self.vocab_size)
         found = self.log_probs([sample], temperature=1.0)
         return (sample.tokens.tolist(), found[0].tolist()) if found else None
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (Hugging Face name, whole tensor) on senders, nothing elsewhere."""
-        if self._layout.joins_gather:
-            yield from self._converter.hf_tensors()
+        if self.layout.joins_gather:
+            yield from self.converter.hf_tensors()
 
     def hf_tensor_specs(self) -> list[TensorSpec]:
-        """The tensors that this stage's sender yields, in order."""
-        return self._converter.hf_tensor_specs()
+        return self.converter.hf_tensor_specs()
 
     def export(
         self,
@@ -266,4 +229,4 @@ class Policy:
         tensors, specs = self.hf_tensors(), self.hf_tensor_specs()
         if form is not None:
             tensors, specs = quantized(form, tensors), quantized_specs(form, specs)
-        export(tensors, specs, self._hf_checkpoint, folder, self._layout, file_bytes, look, write)
+        export(tensors, specs, self.hf_checkpoint, folder, self.layout, file_bytes, look, write)

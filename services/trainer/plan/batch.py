@@ -99,7 +99,6 @@ class Batch:
 
     @classmethod
     def of(cls, reply: buffer_pb2.LeaseBatchResponse) -> Batch:
-        """The batch in an answer of LeaseBatch that is ready."""
         facts = tuple(SampleFacts.of(envelope) for group in reply.groups for envelope in group.samples)
         return cls(facts, reply.digest)
 

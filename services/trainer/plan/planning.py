@@ -144,7 +144,6 @@ class StepPlan:
         return self.by_data_rank[dp_rank]
 
     def sample_ids(self, dp_rank: int) -> list[str]:
-        """All of one data rank."""
         return [sample_id for ids in self.by_data_rank[dp_rank] for sample_id in ids]
 
     @property
@@ -154,14 +153,11 @@ class StepPlan:
 
     @property
     def all_sample_ids(self) -> frozenset[str]:
-        """All of the step."""
         return frozenset(i for rank in range(len(self.by_data_rank)) for i in self.sample_ids(rank))
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """The job's way of cutting."""
-
     dp_size: int
     packing: Packing
     micro_batch_size: int
@@ -280,12 +276,10 @@ class Planner:
 
 
 def _row_positions(sample: SampleFacts) -> int:
-    """Row positions of the sample by itself."""
     return sample.prompt_length + sample.response_length - 1
 
 
 def _heaviest(cut: Sequence[Sequence[Unit]], cost: Cost) -> int:
-    """The work of the data rank that has most."""
     return max(sum(cost(sample) for micro in micros for sample in micro) for micros in cut)
 
 
@@ -306,7 +300,6 @@ class ModelFlops:
 
     @classmethod
     def of(cls, architecture: Architecture) -> ModelFlops:
-        """Counted from the architecture alone."""
         a, mla, linear = architecture, architecture.latent_attention, architecture.linear_attention
         head = a.kv_channels * 2 if mla is None else mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim
         num_linear, num_alone = len(linear.layers) if linear else 0, len(a.mlp_layers or ())
@@ -322,7 +315,6 @@ class ModelFlops:
         )
 
     def forward(self, tokens: int, pairs: int, projections: int) -> int:
-        """The operations of a forward pass over that many tokens, pairs and predictions."""
         return tokens * self.per_token + pairs * self.per_pair + projections * self.per_projection
 
     def training(self, samples: Iterable[tuple[int, int]]) -> int:
@@ -359,7 +351,6 @@ def _num_tokens(sample: SampleFacts) -> int:
 class MicroBatch:
     """Rows for the model, and n answers beside them: column t speaks of a response's token t. On the CPU."""
 
-    sample_ids: Ids
     samples: Sequence[Sample]
     """One a row of what follows; none where there is nothing to train"""
     rows: Rows
@@ -394,7 +385,6 @@ def collate(samples: Sequence[Sample], packing: Packing) -> MicroBatch:
         log_probs[row, first:size] = torch.from_numpy(sample.rollout_log_probs[first:].copy())
         target_slots.append(np.arange(first, size) + row * shape[1])
     return MicroBatch(
-        sample_ids=tuple(s.sample_id for s in samples),
         samples=tuple(samples),
         rows=packed.rows,
         logit_positions=torch.from_numpy(np.concatenate(packed.logit_positions)),
@@ -410,7 +400,6 @@ def empty_micro_batch() -> MicroBatch:
     """One row, nothing to train: for a data rank that has fewer than the others."""
     one = torch.zeros((1, 1), dtype=torch.int64)
     return MicroBatch(
-        sample_ids=("",),
         samples=(),
         rows=Rows(one, one, None),
         logit_positions=one[0],

@@ -41,7 +41,6 @@ class RowSegment:
 
     @property
     def size(self) -> int:
-        """The number of positions it covers."""
         return self.end - self.start
 
 
@@ -70,7 +69,6 @@ class Rows:
     """The positions of the single row that these tokens are; None: all. Segments are always the whole row's."""
 
     def to(self, device: torch.device) -> Rows:
-        """The same rows on another device."""
         return Rows(self.tokens.to(device), self.positions.to(device), self.segments, self.share)
 
     def own(self, values: Tensor, filler: int) -> Tensor:
@@ -169,8 +167,6 @@ def _packed(families: Sequence[Sequence[Sample]]) -> PackedRows:
 
 
 class _Row:
-    """One row that grows."""
-
     def __init__(self) -> None:
         self._tokens: list[NDArray[np.int32]] = []
         self._positions: list[Indices] = []
@@ -242,7 +238,6 @@ class SampleImages:
 
     @cached_property
     def digest(self) -> bytes:
-        """Names these images among others."""
         return hashlib.sha256(self.grids.tobytes() + self.pixels.tobytes()).digest()
 
 

@@ -8,6 +8,7 @@ samples, all of them together for whitening.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from services.trainer.rl.hooks import RolloutData, put_back
 from services.trainer.rl.inputs import MicroInputs
 
 
+@dataclass(frozen=True, slots=True)
 class Advantages:
     """The job's estimator. `group`: the data-parallel ranks that whiten together.
 
@@ -29,40 +31,32 @@ class Advantages:
     rollout's data, which sets `advantages` and `returns`.
     """
 
-    def __init__(
-        self,
-        config: TrainSection,
-        group: dist.ProcessGroup | None,
-        *,
-        hook: Callable[[RolloutData], None] | None = None,
-        distillation: float | None = None,
-    ) -> None:
-        self._config = config
-        self._group = group
-        self._algorithm = algorithm(config)
-        self._hook = hook
-        self._distillation = distillation
+    config: TrainSection
+    group: dist.ProcessGroup | None
+    _: KW_ONLY
+    hook: Callable[[RolloutData], None] | None = None
+    distillation: float | None = None
 
     @property
     def needs_log_probs(self) -> bool:
         """True when advantages depend on the policy's own log-probs."""
-        if self._config.loss_type == "sft_loss":
+        if self.config.loss_type == "sft_loss":
             return False
-        return self._config.kl_coef > 0 or self._distillation is not None or self._hook is not None
+        return self.config.kl_coef > 0 or self.distillation is not None or self.hook is not None
 
     def __call__(self, batch: Sequence[MicroInputs]) -> list[MicroInputs]:
-        """The micro-batches with advantages and returns filled in."""
         responses = [response for micro in batch for response in self._responses(micro)]
         masks = [response.mask for response in responses]
-        if self._hook is None:
-            estimates = [self._algorithm.advantages(response) for response in responses]
+        if self.hook is None:
+            estimator = algorithm(self.config)
+            estimates = [estimator.advantages(response) for response in responses]
             advantages, returns = [a for a, _ in estimates], [r for _, r in estimates]
         else:
-            advantages, returns = _by_hook(self._hook, batch, responses)
-        if self._distillation is not None:
-            advantages = [_distilled(a, t, self._distillation) for a, t in zip(advantages, responses, strict=True)]
-        if self._config.normalize_advantages:
-            advantages = whiten(advantages, masks, self._group)
+            advantages, returns = _by_hook(self.hook, batch, responses)
+        if self.distillation is not None:
+            advantages = [_distilled(a, t, self.distillation) for a, t in zip(advantages, responses, strict=True)]
+        if self.config.normalize_advantages:
+            advantages = whiten(advantages, masks, self.group)
         return put_back(batch, advantages, returns)
 
     def _responses(self, micro: MicroInputs) -> list[ResponseValues]:
@@ -70,9 +64,9 @@ class Advantages:
             return [None] * len(micro.samples) if values is None else micro.cut(values)
 
         kl = None
-        if self._config.kl_coef > 0:
+        if self.config.kl_coef > 0:
             own, reference = require(micro.own_log_probs), require(micro.reference_log_probs)
-            kl = kl_estimate(own, reference, self._config.kl_reward_type)
+            kl = kl_estimate(own, reference, self.config.kl_reward_type)
         columns = (micro.own_log_probs, kl, micro.teacher_log_probs, micro.values)
         parts = zip(micro.rewards, micro.cut(micro.mask), *map(cut, columns), strict=True)
         return [ResponseValues(*part) for part in parts]

@@ -191,4 +191,5 @@ def _on_device(
 
 def _column(micro: MicroBatch, values: Mapping[str, float]) -> Tensor:
     """float32 [B, 1]; 0 for the dummy of an empty micro-batch."""
-    return torch.tensor([[values.get(sample_id, 0.0)] for sample_id in micro.sample_ids], dtype=torch.float32)
+    found = [[values.get(sample.sample_id, 0.0)] for sample in micro.samples]
+    return torch.tensor(found or [[0.0]], dtype=torch.float32)

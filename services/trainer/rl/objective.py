@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -244,38 +245,32 @@ def choose_corrections(config: TrainSection, user_weights: Correction | None) ->
     """The corrections of a job in the order in which they apply; `user_weights` stand in the place of TIS."""
     found: list[Correction] = []
     if config.use_opsm:
-        found.append(_opsm(config.opsm_delta))
+        found.append(partial(_opsm, config))
     if config.use_tis:
-        found.append(user_weights or _weighted(config))
+        found.append(user_weights or partial(_weighted, config))
     if config.use_rs:
-        found.append(_rejected(config))
+        found.append(partial(_rejected, config))
     return found
 
 
-def _opsm(delta: float) -> Correction:
-    def correct(inputs: LossInputs, old: Tensor, loss: Tensor) -> Corrected:
-        micro = inputs.micro
-        kept = opsm_mask(inputs.log_probs, old, micro.advantages, micro.mask, delta)
-        return Corrected(loss * kept, {"opsm_masked": masked_sum(1.0 - kept, micro.mask)})
-
-    return correct
+def _opsm(config: TrainSection, inputs: LossInputs, old: Tensor, loss: Tensor) -> Corrected:
+    micro = inputs.micro
+    kept = opsm_mask(inputs.log_probs, old, micro.advantages, micro.mask, config.opsm_delta)
+    return Corrected(loss * kept, {"opsm_masked": masked_sum(1.0 - kept, micro.mask)})
 
 
-def _weighted(config: TrainSection) -> Correction:
-    def correct(inputs: LossInputs, old: Tensor, loss: Tensor) -> Corrected:
-        found = weights_of(config, inputs.micro, inputs.trainer_log_probs)
-        sums = {
-            "tis_weight": masked_sum(found.weights, inputs.micro.mask),
-            "tis_weight_squared": masked_sum((found.weights - 1.0).square(), inputs.micro.mask),
-            "tis_truncated": masked_sum(found.truncated, inputs.micro.mask),
-        }
-        # Where the weight is 0 the token is out, even when its loss is infinite.
-        weighted = torch.where(found.weights > 0, loss, 0.0) * found.weights
-        return Corrected(
-            weighted / inputs.micro.mean_weight, sums, {"tis_weight/max": masked_max(found.weights, inputs.micro.mask)}
-        )
-
-    return correct
+def _weighted(config: TrainSection, inputs: LossInputs, old: Tensor, loss: Tensor) -> Corrected:
+    found = weights_of(config, inputs.micro, inputs.trainer_log_probs)
+    sums = {
+        "tis_weight": masked_sum(found.weights, inputs.micro.mask),
+        "tis_weight_squared": masked_sum((found.weights - 1.0).square(), inputs.micro.mask),
+        "tis_truncated": masked_sum(found.truncated, inputs.micro.mask),
+    }
+    # Where the weight is 0 the token is out, even when its loss is infinite.
+    weighted = torch.where(found.weights > 0, loss, 0.0) * found.weights
+    return Corrected(
+        weighted / inputs.micro.mean_weight, sums, {"tis_weight/max": masked_max(found.weights, inputs.micro.mask)}
+    )
 
 
 def weights_of(config: TrainSection, micro: MicroInputs, trainer_log_probs: Tensor) -> ImportanceWeights:
@@ -285,17 +280,14 @@ def weights_of(config: TrainSection, micro: MicroInputs, trainer_log_probs: Tens
     return mis_weights(trainer_log_probs, engine, micro.mask, config.tis_level, low, high, config.tis_mode)
 
 
-def _rejected(config: TrainSection) -> Correction:
-    def correct(inputs: LossInputs, old: Tensor, loss: Tensor) -> Corrected:
-        trainer, micro = inputs.trainer_log_probs, inputs.micro
-        ratio = importance_ratio(trainer, micro.rollout_log_probs, micro.mask, config.rs_level)
-        kept, veto = within(ratio, *config.rejection_bounds), torch.zeros_like(micro.mask)
-        if config.rs_veto_threshold is not None:
-            veto = 1.0 - not_vetoed(trainer, micro.rollout_log_probs, micro.mask, config.rs_veto_threshold)
-        sums = {"rs_rejected": masked_sum(1.0 - kept, micro.mask), "rs_vetoed": masked_sum(veto, micro.mask)}
-        return Corrected(torch.where((kept > 0) & (veto == 0), loss, 0.0), sums)
-
-    return correct
+def _rejected(config: TrainSection, inputs: LossInputs, old: Tensor, loss: Tensor) -> Corrected:
+    trainer, micro = inputs.trainer_log_probs, inputs.micro
+    ratio = importance_ratio(trainer, micro.rollout_log_probs, micro.mask, config.rs_level)
+    kept, veto = within(ratio, *config.rejection_bounds), torch.zeros_like(micro.mask)
+    if config.rs_veto_threshold is not None:
+        veto = 1.0 - not_vetoed(trainer, micro.rollout_log_probs, micro.mask, config.rs_veto_threshold)
+    sums = {"rs_rejected": masked_sum(1.0 - kept, micro.mask), "rs_vetoed": masked_sum(veto, micro.mask)}
+    return Corrected(torch.where((kept > 0) & (veto == 0), loss, 0.0), sums)
 
 
 def custom_correction(path: str, args: HookArgs) -> Correction:
@@ -351,8 +343,6 @@ def _reported(path: str, metrics: object, micro: MicroInputs) -> dict[str, Tenso
 
 
 class Objective:
-    """The job's loss of a micro-batch, with what is reported of it."""
-
     def __init__(
         self,
         config: TrainSection,
@@ -372,7 +362,6 @@ class Objective:
 
     @property
     def losses(self) -> frozenset[str]:
-        """The parts that this loss has."""
         if self._custom_loss is not None:
             return frozenset({"loss/custom"})
         if self._config.loss_type == "sft_loss":
@@ -386,7 +375,6 @@ class Objective:
 
     @property
     def has_kl(self) -> bool:
-        """True when the loss has a KL to the reference policy."""
         return self._config.use_kl_loss and self._config.kl_loss_coef > 0 and self._config.loss_type == "policy_loss"
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:

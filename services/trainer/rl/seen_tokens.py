@@ -49,7 +49,6 @@ class SeenTokens:
         return self._mean(np.abs(self.trainer_log_probs - self.sample.rollout_log_probs))
 
     def columns(self) -> TokenColumns:
-        """Converts the arrays for the sample log."""
         return TokenColumns(
             sample_id=self.sample.sample_id,
             tokens=self.sample.tokens.tolist(),
@@ -78,11 +77,9 @@ class LossRecord:
         self._inputs: list[tuple[MicroInputs, Tensor]] = []
 
     def add(self, inputs: LossInputs) -> None:
-        """Remembers a micro-batch."""
         self._inputs.append((inputs.micro, inputs.trainer_log_probs))
 
     def take(self) -> dict[str, SeenTokens]:
-        """Returns what was added since the last call, by sample id."""
         inputs, self._inputs = self._inputs, []
         return {seen.sample.sample_id: seen for micro, log_probs in inputs for seen in self._seen(micro, log_probs)}
 

@@ -27,17 +27,13 @@ from services.trainer.state import TrainState
 class Savable(Protocol):
     """The ranks' methods that requests need."""
 
-    async def save(self, state: TrainState) -> None:
-        """Takes a checkpoint of the current step."""
+    async def save(self, state: TrainState) -> None: ...
 
-    async def flush(self) -> None:
-        """Returns when the checkpoint that was taken last is safe."""
+    async def flush(self) -> None: ...
 
-    def checkpoint_path(self, step: int) -> Path:
-        """The folder of the checkpoint of a step."""
+    def checkpoint_path(self, step: int) -> Path: ...
 
-    async def export_to(self, path: Path) -> None:
-        """Writes a Hugging Face folder."""
+    async def export_to(self, path: Path) -> None: ...
 
 
 Action = Callable[[Savable, TrainState], Awaitable[None]]
@@ -55,9 +51,6 @@ class Requests:
     def __init__(self) -> None:
         self._waiting: list[_Request] = []
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def add(self, action: Action) -> asyncio.Future[TrainState]:
         """Returns the state that the action will have run in."""
         request = _Request(action, asyncio.get_running_loop().create_future())
@@ -70,20 +63,17 @@ class Requests:
             request = self._waiting[0]  # it stays in the list while it is served: `refuse` answers what is left
             try:
                 await request.action(ranks, state)
-            except Fenced as error:
-                self._waiting.remove(request)
-                request.done.set_exception(error)
-                raise
             except HeadraceError as error:
                 self._waiting.remove(request)
                 request.done.set_exception(error)
+                if isinstance(error, Fenced):
+                    raise
                 log.warning("request_failed", step=state.step, reason=error.reason, error=error.message)
             else:
                 self._waiting.remove(request)
                 request.done.set_result(state)
 
     def refuse(self, error: Callable[[], HeadraceError]) -> None:
-        """Answers what waits with an error each."""
         for request in self._waiting:
             request.done.set_exception(error())
         self._waiting.clear()
@@ -109,9 +99,11 @@ class TrainerConsole:
         self._running = asyncio.Event()
         self._running.set()
         self._stopped = asyncio.Event()
-        self._leaving = False
+        self.leaving = False
+        """True once the run is to be left, to be gone on with by another start."""
         self._has_steps = True
-        self._verdict: str | None = None
+        self.verdict: str | None = None
+        """Why the run was given up; None unless it was."""
         self._waiting_since = 0.0
         self._ended = False
         self._ranks: Savable | None = None
@@ -126,7 +118,6 @@ class TrainerConsole:
 
     @property
     def status(self) -> pb.GetStatusResponse:
-        """The run's step, phase and figures."""
         is_waiting = self._status.phase == pb.PHASE_WAITING
         self._status.waiting_seconds = time.monotonic() - self._waiting_since if is_waiting else 0.0
         self._status.ClearField("evaluating_step")
@@ -136,23 +127,12 @@ class TrainerConsole:
 
     @property
     def stopping(self) -> bool:
-        """True once the run is to end."""
         return self._stopped.is_set()
-
-    @property
-    def leaving(self) -> bool:
-        """True once the run is to be left, to be gone on with by another start."""
-        return self._leaving
 
     @property
     def goes_on(self) -> bool:
         """True where the run was left in the middle: another start goes on with it."""
-        return self._leaving and self._verdict is None and not self._status.error
-
-    @property
-    def verdict(self) -> str | None:
-        """Why the run was given up; None unless it was."""
-        return self._verdict
+        return self.leaving and self.verdict is None and not self._status.error
 
     @contextmanager
     def phase(self, phase: pb.Phase.ValueType) -> Iterator[None]:
@@ -168,7 +148,6 @@ class TrainerConsole:
             self._seconds[phase] += self._clock() - started
 
     def open(self, ranks: Savable, world_size: int, step: int = 0) -> None:
-        """The ranks are up, restored to `step`; requests go to them."""
         self._ranks = ranks
         self._status.step = step
         self._status.world_size = world_size
@@ -181,11 +160,9 @@ class TrainerConsole:
         self._status.phase, self._waiting_since = pb.PHASE_WAITING, time.monotonic()
 
     async def until_stopped(self) -> None:
-        """Returns once the run is to end."""
         await self._stopped.wait()
 
     def finished(self, error: str | None = None) -> None:
-        """The run is over; watchers of progress are let go."""
         self._status.phase = pb.PHASE_FAILED if error else pb.PHASE_FINISHED
         self._status.error = error or ""
         self._ended = True
@@ -194,7 +171,6 @@ class TrainerConsole:
         self._report.close()
 
     def groups_ready(self, count: int) -> None:
-        """Progress while a batch fills."""
         self._status.groups_ready = count
 
     def produced(self, metrics: Mapping[str, float]) -> None:
@@ -206,7 +182,6 @@ class TrainerConsole:
         tracing.record("headrace.wait", tracing.step(step), begun, now, {tracing.STEP: step})
 
     def mark(self, text: str) -> None:
-        """The row of the step that is trained next says that this changed before it, and so do the pictures."""
         self._report.mark(text)
 
     def keep_from_trackers(self, names: Iterable[str]) -> None:
@@ -214,7 +189,6 @@ class TrainerConsole:
         self._untracked = frozenset(names)
 
     async def before_step(self, state: TrainState) -> bool:
-        """Serves what was asked for, holds while paused; False ends the run."""
         self._show(state)
         if self._reported_at is None:
             self._reported_at = self._clock()
@@ -229,18 +203,15 @@ class TrainerConsole:
         return not self.stopping
 
     async def evaluate(self, state: TrainState) -> None:
-        """Starts an evaluation if one is due; what it finds is reported with the step that was trained last."""
         self._show(state)
         with self.phase(pb.PHASE_EVALUATING):
             await self._evaluations.at(state)
 
     async def evaluated(self) -> None:
-        """Waits for the last evaluation."""
         with self.phase(pb.PHASE_EVALUATING):
             await self._evaluations.finish()
 
     def report(self, state: TrainState, metrics: dict[str, float]) -> None:
-        """A step is done; `state.step` counts it."""
         self._show(state)
         times = self._times()
         now, step = time.time(), state.step - 1
@@ -267,27 +238,24 @@ class TrainerConsole:
         return await asyncio.shield(done)
 
     def pause(self) -> None:
-        """Holds before the next step."""
         self._running.clear()
 
     def resume(self) -> None:
-        """Lets the loop go on after `pause`."""
         self._running.set()
 
     def stop(self) -> None:
-        """Ends the run before the next step."""
         self._stopped.set()
         self._evaluations.stop("the run was stopped")
         self._running.set()
 
     def leave(self) -> None:
         """SIGTERM: a checkpoint, and nothing that a finished run does."""
-        self._leaving = True
+        self.leaving = True
         self.stop()
 
     def give_up(self, verdict: str) -> None:
         """The run cannot learn: it is left, and ends with the verdict."""
-        self._verdict = verdict
+        self.verdict = verdict
         self.leave()
 
     def _gone(self) -> HeadraceError:

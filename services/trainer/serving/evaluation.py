@@ -12,7 +12,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -29,7 +29,7 @@ from headrace.rpc.log import log
 from headrace.run_folder import MetricsRow, RunFolder
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample, Status
-from services.trainer.rl.whole_batch import numbers
+from services.trainer.rl.hooks import numbers
 from services.trainer.serving.report import RunReport
 from services.trainer.state import JobSchedule, TrainState
 
@@ -51,13 +51,11 @@ class EvalSampleLog:
         self._is_new = True
 
     async def add(self, samples: Iterable[Sample]) -> None:
-        """Writes them once there are enough."""
         self._answers += [Answer.of(sample, self._step) for sample in samples]
         if len(self._answers) >= _AT_ONCE:
             await self.close()
 
     async def close(self) -> None:
-        """Writes what is left."""
         answers, self._answers = self._answers, []
         is_new, self._is_new = self._is_new, False
         try:
@@ -120,8 +118,6 @@ Evaluate = Callable[[TrainState, Sequence[str]], Awaitable[Evaluated]]
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """The data sets that are due after a step."""
-
     state: TrainState
     names: Sequence[str]
 
@@ -131,17 +127,13 @@ class EvalScheduler:
 
     @property
     def running_step(self) -> int | None:
-        """The step of the one that runs; None when none does."""
         return None
 
-    async def at(self, state: TrainState) -> None:
-        """Starts the evaluation that is due at this step, if one is."""
+    async def at(self, state: TrainState) -> None: ...
 
-    async def finish(self) -> None:
-        """Returns when none runs."""
+    async def finish(self) -> None: ...
 
-    def stop(self, why: str) -> None:
-        """Cuts off what runs, and starts nothing more."""
+    def stop(self, why: str) -> None: ...
 
 
 class IntervalEvalScheduler(EvalScheduler):
@@ -247,30 +239,23 @@ def _unanswered(schedule: JobSchedule, resumed_step: int, rows: Iterable[Metrics
     return [name for name in newest if name not in answered], sorted(islice(due, 2))
 
 
+@dataclass(frozen=True, slots=True)
 class RolloutEvalClient:
     """`await client(state, names)` returns the metrics of the data sets so named, or why there are none."""
 
-    def __init__(
-        self,
-        datasets: Sequence[rollout_pb2.EvalDataset],
-        client: Rollout,
-        *,
-        seconds: float,
-        samples: Callable[[int], EvalSampleLog] | None = None,
-        users_log: EvaluationLog | None = None,
-    ) -> None:
-        self._datasets = datasets
-        self._client = client
-        self._seconds = seconds
-        self._samples = samples
-        self._users_log = users_log
+    datasets: Sequence[rollout_pb2.EvalDataset]
+    client: Rollout
+    _: KW_ONLY
+    seconds: float
+    samples: Callable[[int], EvalSampleLog] | None = None
+    users_log: EvaluationLog | None = None
 
     async def __call__(self, state: TrainState, names: Sequence[str]) -> Evaluated:
         """Evaluates. What goes wrong is a warning and a metric: the run does not depend on it."""
         started = time.monotonic()
         seen: list[Sample] = []
         try:
-            results = await self._of_some_service(state, [each for each in self._datasets if each.name in names], seen)
+            results = await self._of_some_service(state, [each for each in self.datasets if each.name in names], seen)
         except Exception as error:  # noqa: BLE001  # of the client's own, too: no mistake in an evaluation is worth the run
             reason = error.reason if isinstance(error, HeadraceError) else type(error).__name__
             log.error("evaluation_failed", step=state.step, reason=reason, error=str(error))
@@ -281,13 +266,13 @@ class RolloutEvalClient:
         log.info("evaluated", step=state.step, **metrics)
         warnings = [_unscored(result) for result in results if result.num_failed]
         evaluated = Evaluated(metrics, warnings)
-        return await self._users_log(state.step, seen, evaluated) if self._users_log else evaluated
+        return await self.users_log(state.step, seen, evaluated) if self.users_log else evaluated
 
     async def _of_some_service(
         self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset], seen: list[Sample]
     ) -> Sequence[rollout_pb2.EvalResult]:
         """Evaluates, and starts again on another rollout service, if there is one, when the first one dies."""
-        for others in reversed(range(len(self._client.services))):
+        for others in reversed(range(len(self.client.services))):
             try:
                 return await self._results(state, datasets, seen)
             except Unavailable as error:
@@ -306,25 +291,25 @@ class RolloutEvalClient:
         """
         results: Sequence[rollout_pb2.EvalResult] = ()
         try:
-            async with asyncio.timeout(self._seconds):
-                replies = self._client.watch_evaluation(
+            async with asyncio.timeout(self.seconds):
+                replies = self.client.watch_evaluation(
                     f"step-{state.step}-{uuid.uuid4().hex[:8]}",
                     datasets,
-                    return_samples=self._samples is not None or self._users_log is not None,
-                    deadline_seconds=self._seconds,
+                    return_samples=self.samples is not None or self.users_log is not None,
+                    deadline_seconds=self.seconds,
                 )
-                writing = self._samples(state.step) if self._samples else None
+                writing = self.samples(state.step) if self.samples else None
                 async for reply in replies:
                     results, samples = reply.results, [Sample.unpack(one) for one in reply.samples]
                     if writing:
                         await writing.add(samples)
-                    if self._users_log is not None:
+                    if self.users_log is not None:
                         seen += samples
                 if writing:
                     await writing.close()
         except (TimeoutError, DeadlineExceeded) as error:
             raise DeadlineExceeded(
-                f"it took longer than rollout_timeout_seconds {self._seconds:g}: evaluate fewer samples, or raise "
+                f"it took longer than rollout_timeout_seconds {self.seconds:g}: evaluate fewer samples, or raise "
                 "--rollout-timeout-seconds"
             ) from error
         if not results:

@@ -49,26 +49,17 @@ class Point:
     """When the first and the last of them came, in seconds since 1970; empty where nobody knows."""
     marks: Sequence[Mark] = ()
 
-    @classmethod
-    def of(cls, step: int, metrics: Mapping[str, float], time: float | None = None, marks: Sequence[str] = ()) -> Point:
-        """The point of one row."""
-        times = () if time is None else (time, time)
-        return cls(step, step, 1, metrics, dict.fromkeys(metrics, 1), times, [Mark(step, text) for text in marks])
-
     @property
     def step(self) -> float:
-        """The middle of its steps."""
         return (self.first + self.last) / 2
 
     def __contains__(self, metric: str) -> bool:
         return metric in self.sums
 
     def mean(self, metric: str) -> float:
-        """Returns its mean over the rows that have it."""
         return self.sums[metric] / self.nums[metric]
 
     def joined(self, later: Point) -> Point:
-        """This one's rows and those of the next."""
         sums = dict(self.sums)
         for name, value in later.sums.items():
             sums[name] = sums.get(name, 0.0) + value
@@ -96,11 +87,11 @@ class Points:
     def add(
         self, step: int, metrics: Mapping[str, float], time: float | None = None, marks: Sequence[str] = ()
     ) -> None:
-        """Adds a row, or joins it to the last point."""
         found = {name: value for name, value in metrics.items() if name.startswith(self._starts)}
         if not found:
             return
-        point = Point.of(step, found, time, marks)
+        times = () if time is None else (time, time)
+        point = Point(step, step, 1, found, dict.fromkeys(found, 1), times, [Mark(step, text) for text in marks])
         if self._points and self._points[-1].num_rows < self._rows_per_point:
             self._points[-1] = self._points[-1].joined(point)
             return
@@ -109,7 +100,6 @@ class Points:
             self._halve()
 
     def all(self) -> list[Point]:
-        """Returns them in the order of their rows."""
         return list(self._points)
 
     def _halve(self) -> None:
@@ -143,7 +133,6 @@ def new_figure(points: Sequence[Point], path: Path, size: tuple[float, float]) -
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes the PNG, whole or not at all."""
     with atomic_write(path) as draft:
         figure.savefig(draft, dpi=110)
 

@@ -55,12 +55,10 @@ class MetricsFile:
         self._write()
 
     def settle(self) -> None:
-        """Writes what waits, if the disk takes it."""
         if self._waiting or self._drop_after is not None:
             self._write()
 
     def rows(self) -> Iterator[MetricsRow]:
-        """Yields all rows that are written."""
         offset, end = 0, self._num_bytes
         while offset < end:
             some, offset = self.read(offset)
@@ -152,7 +150,6 @@ class RunReport(Collector):
         self._closed = False
 
     def resume(self, step: int) -> None:
-        """Keeps the rows that an earlier start wrote up to `step`, and lets the later ones go."""
         self._file.drop_after(step)
         is_restart = False
         for row in self._file.rows():
@@ -172,7 +169,6 @@ class RunReport(Collector):
         yield GaugeMetricFamily("headrace_trainer_step", "Steps trained.", self._newest_step)
 
     def rows(self) -> Iterator[MetricsRow]:
-        """Reads all rows from the file, one after the other."""
         return self._file.rows()
 
     def mark(self, text: str) -> None:
@@ -237,7 +233,6 @@ class RunReport(Collector):
         self._changed = asyncio.Event()
 
     def _show(self, row: MetricsRow) -> None:
-        """Adds the row to what the pictures and the metrics page show."""
         self._newest, self._newest_step = {**self._newest, **row.metrics}, max(row.step, self._newest_step)
         self._steps.add(row.step, row.metrics, row.time, row.marks)
         self._evaluations.add(row.step, row.metrics, row.time)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -67,43 +67,15 @@ def _refused(message: str) -> InvalidArgument:
 T = TypeVar("T")
 
 
-class SingleFlight(Generic[T]):
-    """A caller that goes away leaves the work to the others. A failure is not kept: the key can be asked for again."""
-
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._tasks: dict[str, asyncio.Task[T]] = {}
-
-    async def get(self, key: str, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of the first `work` that was given with the key and did not fail. The last `keep` are known."""
-        if key not in self._tasks:
-            task = asyncio.ensure_future(_awaited(work))
-            self._tasks[key] = task
-            task.add_done_callback(lambda done: self._finished(key, done))
-        return await asyncio.shield(self._tasks[key])
-
-    def discard(self, key: str) -> None:
-        """A result that no longer holds; work that is not finished goes on."""
-        if key in self._tasks and self._tasks[key].done():
-            del self._tasks[key]
-
-    def _finished(self, key: str, task: asyncio.Task[T]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            del self._tasks[key]
-            return
-        done = [each for each, known in self._tasks.items() if known.done()]
-        for oldest in done[: -self._keep]:
-            del self._tasks[oldest]
-
-
-async def _awaited(work: Callable[[], Awaitable[T]]) -> T:
-    return await work()
+async def once(tasks: dict[str, asyncio.Future[T]], key: str, work: Callable[[], Awaitable[T]]) -> T:
+    """The result of the first `work` of the key that did not fail. A caller that goes away leaves it to the others."""
+    task = tasks.get(key)
+    if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        task = tasks[key] = asyncio.ensure_future(work())
+    return await asyncio.shield(task)
 
 
 Context = Any
-
-
-_KEPT_RESULTS = 256
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -113,8 +85,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._console = console
         self._report = report
         self._exports = exports
-        self._saved: SingleFlight[pb.SaveCheckpointResponse] = SingleFlight(_KEPT_RESULTS)
-        self._exported: SingleFlight[pb.ExportModelResponse] = SingleFlight(_KEPT_RESULTS)
+        self._saved: dict[str, asyncio.Future[pb.SaveCheckpointResponse]] = {}
+        self._exported: dict[str, asyncio.Future[pb.ExportModelResponse]] = {}
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         return self._console.status
@@ -142,14 +114,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         name = require_id(request.request_id, "request_id")
-        return await self._saved.get(name, self._save_now)
+        return await once(self._saved, name, self._save_now)
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Context) -> pb.ExportModelResponse:
         path = require_path(request.path, "path")
         folder = await asyncio.to_thread(self._exports.locate, path)
-        if not await asyncio.to_thread(folder.exists):
-            self._exported.discard(str(folder))
-        return await self._exported.get(str(folder), lambda: self._export_now(folder))
+        key = str(folder)
+        known = self._exported.get(key)
+        is_removed = known is not None and known.done() and not await asyncio.to_thread(folder.exists)
+        if is_removed and self._exported.get(key) is known:
+            del self._exported[key]
+        return await once(self._exported, key, lambda: self._export_now(folder))
 
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopResponse:
         self._console.stop()

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -39,11 +40,9 @@ _CLOSE_SECONDS = 15.0
 class Tracker(Protocol):
     """Keeps a run's numbers and rollouts. Each method may raise and may take its time."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keeps the metrics of one step."""
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def log_rollouts(self, step: int, rollouts: Sequence[Answer]) -> None:
-        """Keeps samples that the step trained."""
+    def log_rollouts(self, step: int, rollouts: Sequence[Answer]) -> None: ...
 
     def close(self) -> None:
         """Returns when everything is kept."""
@@ -74,18 +73,15 @@ class TensorBoard:
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes to the file at once."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def log_rollouts(self, step: int, rollouts: Sequence[Answer]) -> None:
-        """Writes one text of Markdown."""
         self._writer.add_text("rollouts", "\n\n---\n\n".join(map(_markdown, rollouts)), step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the file."""
         self._writer.close()
 
 
@@ -116,14 +112,12 @@ class Wandb:
         self._run.log(dict(metrics), step=self._newest)
 
     def log_rollouts(self, step: int, rollouts: Sequence[Answer]) -> None:
-        """Hands over a table; its rows name their step."""
         rows = [_row(answer) for answer in rollouts]
         table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._newest = max(self._newest, step)
         self._run.log({"rollouts": table}, step=self._newest)
 
     def close(self) -> None:
-        """Waits for W&B's process."""
         self._run.finish()
 
 
@@ -145,11 +139,9 @@ class Trackio:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queues them for trackio's own thread."""
         self._run.log(dict(metrics), step=step)
 
     def log_rollouts(self, step: int, rollouts: Sequence[Answer]) -> None:
-        """Queues one trace for each."""
         traces = []
         for answer in rollouts:
             facts = {name: value for name, value in _row(answer).items() if name not in ("prompt", "response")}
@@ -158,7 +150,6 @@ class Trackio:
         self._run.log({"rollouts": traces}, step=step)
 
     def close(self) -> None:
-        """Waits for trackio's thread."""
         self._run.finish()
 
 
@@ -186,7 +177,6 @@ class Mlflow:
         self._run_id = self._continued(run.id, run, files)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Stores them in one call."""
         now = int(time.time() * 1000)
         rows = [self._metric(_NOT_MLFLOWS.sub("_", name), value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=rows)
@@ -200,7 +190,6 @@ class Mlflow:
         self._client.log_text(self._run_id, text.getvalue(), f"rollouts/step-{step:07}.csv")
 
     def close(self) -> None:
-        """Marks the run as finished."""
         self._client.set_terminated(self._run_id)
 
     def _continued(self, run_id: str, run: TrackedRun, files: str | None) -> str:
@@ -235,17 +224,18 @@ class Trackers:
         self._threads = threads
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Gives each of them the metrics of one step."""
         for thread in self._threads:
             thread.put(step, lambda tracker: tracker.log(step, metrics))
 
     def log_rollouts(self, step: int, samples: SampleLog) -> None:
-        """Gives each of them rollouts of a step that is in the sample log."""
-        rollouts = _Rollouts(samples, step)
+
+        @cache
+        def chosen() -> Sequence[Answer]:
+            return spread(list(samples.of_step(step)), MAX_ROLLOUTS)
 
         def call(tracker: Tracker) -> None:
-            if chosen := rollouts.chosen():
-                tracker.log_rollouts(step, chosen)
+            if rollouts := chosen():
+                tracker.log_rollouts(step, rollouts)
 
         for thread in self._threads:
             thread.put(step, call)
@@ -304,14 +294,12 @@ class TrackerThread:
         self._thread.start()
 
     def put(self, step: int, call: Callable[[Tracker], None]) -> None:
-        """Lets the thread call the tracker, after the calls before."""
         if self._calls.qsize() < MAX_WAITING:
             self._calls.put((step, call))
         else:
             self._miss(f"{MAX_WAITING} calls wait for it")
 
     def end(self) -> None:
-        """Lets the thread close the tracker, after the calls before."""
         self._calls.put(None)
 
     def join(self, seconds: float) -> bool:
@@ -348,22 +336,6 @@ class TrackerThread:
             log.warning("tracker_failed", tracker=self._name, error=reason, kept="metrics.jsonl has every row")
 
 
-class _Rollouts:
-    """The rollouts of one step, read once, by the thread of the first tracker that wants them."""
-
-    def __init__(self, samples: SampleLog, step: int) -> None:
-        self._samples = samples
-        self._step = step
-        self._lock = Lock()
-        self._chosen: Sequence[Answer] | None = None
-
-    def chosen(self) -> Sequence[Answer]:
-        with self._lock:
-            if self._chosen is None:
-                self._chosen = spread(list(self._samples.of_step(self._step)), MAX_ROLLOUTS)
-            return self._chosen
-
-
 def spread(answers: Sequence[Answer], most: int) -> Sequence[Answer]:
     """Chooses evenly in the order of rewards: the worst, the best, and between them each so many."""
     ordered = sorted(answers, key=lambda answer: (answer.reward is not None, answer.reward or 0.0))
@@ -373,7 +345,6 @@ def spread(answers: Sequence[Answer], most: int) -> Sequence[Answer]:
 
 
 def _row(answer: Answer) -> dict[str, Any]:
-    """A rollout as one row of a table."""
     versions = [version for version, _, _ in answer.policy_ranges]
     return {
         "step": answer.step,

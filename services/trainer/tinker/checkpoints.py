@@ -22,8 +22,6 @@ _ABOUT = "checkpoint.json"
 
 
 class About(msgspec.Struct, frozen=True):
-    """What is known of a checkpoint beside its tensors."""
-
     path: str
     request_id: str
     """The request that made it"""
@@ -61,13 +59,11 @@ class Checkpoints:
         return folder
 
     def describe(self, path: TinkerPath, about: About) -> None:
-        """Makes the checkpoint one that can be used."""
         draft = self.folder(path) / f".{_ABOUT}"
         draft.write_bytes(msgspec.json.encode(about))
         draft.rename(self.folder(path) / _ABOUT)
 
     def is_made_by(self, path: TinkerPath, request_id: str) -> bool:
-        """True where this request has made it before."""
         return (self.folder(path) / _ABOUT).exists() and self.about(path).request_id == request_id
 
     def about(self, path: TinkerPath) -> About:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,19 @@ _STATUS: Mapping[type[HeadraceError], int] = {
     AlreadyExists: 409,
     InvalidArgument: 422,
 }
+_OF_A_MODEL = {
+    "optim_step": types.OptimStepRequest,
+    "save_weights": types.SaveWeightsRequest,
+    "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
+}
+_CONFIG = {
+    "pjwt_auth_enabled": False,
+    "proto_compress_fwdbwd": True,
+    "sample_use_retrieve_futures": True,
+    "sample_cancel_enabled": True,
+    "custom_loss_server_side": False,
+}
+"""What the client shall use: whole JSON Web Tokens, uploads and stability records are not here."""
 Handler = Callable[[Request, bytes], Awaitable[Response]]
 
 
@@ -52,10 +66,9 @@ class TinkerHttp:
         self._max_tokens = max_tokens
 
     def application(self) -> Starlette:
-        """The routes as an ASGI application."""
         posts: dict[str, Handler] = {
-            "client/config": self._config,
-            "client/dynamic_config": self._config,
+            "client/config": partial(_fixed, _CONFIG),
+            "client/dynamic_config": partial(_fixed, _CONFIG),
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "sessions/{session_id}/finish": self._finish,
@@ -63,19 +76,17 @@ class TinkerHttp:
             "load_weights": self._load_weights,
             "get_info": self._get_info,
             "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "save_weights_for_sampler": self._save_for_sampler,
             "create_sampling_session": self._create_sampler,
             "asample": self._sample,
             "cancel_future": self._cancel,
             "retrieve_future": self._retrieve,
             "retrieve_futures": self._retrieve_several,
             "weights_info": self._weights_info,
-            "telemetry": self._telemetry,
+            "telemetry": partial(_fixed, {"status": "accepted"}),  # clients tell what they do; nobody listens
+            **{kind: partial(self._of_model, kind, message) for kind, message in _OF_A_MODEL.items()},
         }
         gets: dict[str, Handler] = {
-            "healthz": self._health,
+            "healthz": partial(_fixed, {"status": "ok"}),
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler_id}": self._get_sampler,
             "training_runs/{model_id}/checkpoints": self._list_checkpoints,
@@ -105,25 +116,6 @@ class TinkerHttp:
 
     async def _unknown(self, request: Request, _: bytes) -> Response:
         raise NotFound(f"{request.method} {request.url.path} is not served here: see docs/tinker.md for what is")
-
-    async def _config(self, _: Request, __: bytes) -> Response:
-        """What the client shall use: whole JSON Web Tokens, uploads and stability records are not here."""
-        return JSONResponse(
-            {
-                "pjwt_auth_enabled": False,
-                "proto_compress_fwdbwd": True,
-                "sample_use_retrieve_futures": True,
-                "sample_cancel_enabled": True,
-                "custom_loss_server_side": False,
-            }
-        )
-
-    async def _health(self, _: Request, __: bytes) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _telemetry(self, _: Request, __: bytes) -> Response:
-        """Clients tell what they do; nobody listens."""
-        return JSONResponse({"status": "accepted"})
 
     async def _capabilities(self, _: Request, __: bytes) -> Response:
         models = [
@@ -181,15 +173,6 @@ class TinkerHttp:
         request = forward_backward(body)
         self._wire.work("forward_backward", body)  # what is wrong is said now
         return self._ask(request.model_id, request.seq_id, "forward_backward", body)
-
-    async def _optim_step(self, _: Request, body: bytes) -> Response:
-        return self._of_model("optim_step", parsed(types.OptimStepRequest, body), body)
-
-    async def _save_weights(self, _: Request, body: bytes) -> Response:
-        return self._of_model("save_weights", parsed(types.SaveWeightsRequest, body), body)
-
-    async def _save_for_sampler(self, _: Request, body: bytes) -> Response:
-        return self._of_model("save_weights_for_sampler", parsed(types.SaveWeightsForSamplerRequest, body), body)
 
     async def _create_sampler(self, _: Request, body: bytes) -> Response:
         request = parsed(types.CreateSamplingSessionRequest, body)
@@ -260,7 +243,8 @@ class TinkerHttp:
         self._tinker.checkpoints.remove(TinkerPath.parse(f"tinker://{values['model_id']}/{values['checkpoint_id']}"))
         return Response(status_code=204)
 
-    def _of_model(self, kind: str, request: Any, body: bytes) -> Response:
+    async def _of_model(self, kind: str, message: Any, _: Request, body: bytes) -> Response:
+        request = parsed(message, body)
         self._wire.work(kind, body)
         return self._ask(request.model_id, request.seq_id, kind, body)
 
@@ -274,6 +258,10 @@ class TinkerHttp:
             raise InvalidArgument(
                 f"base_model {name!r} is not served: it is {' or '.join(self._names)} here", field="base_model"
             )
+
+
+async def _fixed(content: Mapping[str, object], _: Request, __: bytes) -> Response:
+    return JSONResponse(content)
 
 
 def _future(asked: QueuedRequest) -> Response:

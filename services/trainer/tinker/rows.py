@@ -72,7 +72,6 @@ def _families(data: Sequence[Datum], numbers: Sequence[int], *, shares: bool) ->
 
 
 def _common(one: Datum, other: Datum) -> int:
-    """How many tokens both begin with."""
     first, second = _tokens(one), _tokens(other)
     size = min(len(first), len(second))
     differ = np.flatnonzero(first[:size] != second[:size])
@@ -91,7 +90,6 @@ def inputs_of(data: Sequence[Datum], rows: Sequence[Row], packing: Packing, layo
     shape = (len(rows), max(sizes))
     positions = [_positions(row, at) for row, at in zip(rows, packed.logit_positions, strict=True)]
     micro = MicroBatch(
-        sample_ids=tuple(sample.sample_id for sample in samples),
         samples=tuple(samples),
         rows=packed.rows,
         logit_positions=torch.from_numpy(np.concatenate(positions)),

@@ -24,6 +24,7 @@ from headrace.errors import FailedPrecondition, HeadraceError, NotFound, Resourc
 from headrace.rpc.log import log
 from services.trainer.tinker.checkpoints import About, Checkpoints
 from services.trainer.tinker.journal import Journal, Model, Outcome, QueuedRequest, Sampler
+from services.trainer.tinker.wire import TinkerWire
 from services.trainer.tinker.work import (
     AdamParams,
     Completion,
@@ -35,7 +36,6 @@ from services.trainer.tinker.work import (
     Sample,
     Save,
     TinkerPath,
-    Work,
 )
 
 SESSION_SECONDS = 180.0
@@ -48,8 +48,6 @@ _SWEEP_SECONDS = 5.0
 
 
 class Ranks(Protocol):
-    """The trainer's ranks."""
-
     async def create(self, model_id: str, spec: LoraSpec) -> None: ...
     async def load(self, model_id: str, spec: LoraSpec, file: Path, *, optimizer: bool) -> None:
         """Raises DataLoss for a file of another base."""
@@ -64,22 +62,8 @@ class Ranks(Protocol):
 
 
 class Engines(Protocol):
-    """The fleet."""
-
     async def sample(self, adapter: Path | None, work: Sample) -> tuple[Sequence[Completion], Sequence[float] | None]:
         """Responses, and the log-probs of the prompt's tokens but the first where they are request for."""
-
-
-class Wire(Protocol):
-    """Translates bodies."""
-
-    def work(self, kind: str, body: bytes) -> Work:
-        """Raises InvalidArgument."""
-
-    def computed(self, losses: Losses) -> Outcome: ...
-    def sampled(self, responses: Sequence[Completion], prompt: Sequence[float] | None) -> Outcome: ...
-    def done(self, **values: object) -> Outcome: ...
-    def failed(self, error: HeadraceError) -> Outcome: ...
 
 
 @dataclass(slots=True)
@@ -110,7 +94,14 @@ class Tinker:
     """States: built → started → stopped. Lives on the event loop; `ranks` carry out one request at a time."""
 
     def __init__(
-        self, ranks: Ranks, engines: Engines, wire: Wire, journal: Journal, checkpoints: Checkpoints, *, max_models: int
+        self,
+        ranks: Ranks,
+        engines: Engines,
+        wire: TinkerWire,
+        journal: Journal,
+        checkpoints: Checkpoints,
+        *,
+        max_models: int,
     ) -> None:
         self._ranks = ranks
         self._engines = engines

@@ -7,10 +7,10 @@ theirs beside, in float32 at least.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,21 +18,32 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headrace.errors import DataLoss
+from headrace.disk import sync
+from headrace.errors import DataLoss, HeadraceError
+from headrace.job.megatron import megatron
+from headrace.job.schema.job import Job
 from headrace.models.family import HfTensor
+from headrace.models.registry import read_architecture
+from services.trainer.collective_io import write_tensors
+from services.trainer.control.worker import command
+from services.trainer.durable import new_folder, put_in_place
 from services.trainer.hugging_face.shards import ModelShard, cut
 from services.trainer.megatron.parallel import Layout
-from services.trainer.model.lora import Adapters, InitialPairs, whole_of
+from services.trainer.metrics import Stopwatch
+from services.trainer.model.build import model_of
+from services.trainer.model.lora import CONFIG, WEIGHTS, InitialPairs, whole_of
 from services.trainer.model.pipeline import Runner, TokenHead
 from services.trainer.plan.planning import empty_micro_batch
-from services.trainer.plan.rows import Packing
 from services.trainer.rl.inputs import MicroInputs, inference_inputs
-from services.trainer.tinker.losses import LOSSES, Settings
+from services.trainer.tinker.losses import LOSSES
 from services.trainer.tinker.rows import Row, columns_of, inputs_of, micro_batches
 from services.trainer.tinker.work import AdamParams, Datum, LoraSpec, LossShare
 
 ALPHA = 32.0
 """What Tinker's adapters are multiplied by, over their rank."""
+_MICRO_BATCH_TOKENS = 2048
+"""Of a micro-batch without max_tokens_per_gpu; a single sequence may have more."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class _Model:
@@ -48,28 +59,26 @@ class _Model:
 
 
 class LoraSlots:
-    """All ranks call the same methods in the same order."""
+    """What rank 0 asks of every rank for Tinker's clients, in the rank's compute thread.
 
-    def __init__(
-        self,
-        adapters: Adapters,
-        runner: Runner,
-        head: TokenHead,
-        layout: Layout,
-        packing: Packing,
-        *,
-        max_tokens: int,
-    ) -> None:
-        """`max_tokens`: of one micro-batch, unless a single sequence has more."""
+    What a client can do wrong is found before a command: an error of one ends the rank.
+    """
+
+    def __init__(self, job: Job, layout: Layout) -> None:
+        """The base with adapters of the job's rank, and no models yet."""
+        args, architecture = megatron(job.megatron), read_architecture(job.model.hf_checkpoint)
+        model, adapters = model_of(job, architecture, args, layout)
+        assert adapters is not None, "the job's rules ask for lora_rank"
         self._adapters = adapters
-        self._runner = runner
-        self._head = head
+        self._runner = Runner(model.config, model.stages, layout, model.packing, Stopwatch(layout.device))
+        self._head = TokenHead(model.stages[-1], layout)
         self._layout = layout
-        self._packing = packing
-        self._max_tokens = max_tokens
+        self._packing = model.packing
+        self._max_tokens = job.train.max_tokens_per_gpu or _MICRO_BATCH_TOKENS
         self._models: dict[str, _Model] = {}
         self._on_base: str | None = None
 
+    @command
     def create(self, name: str, spec: LoraSpec) -> None:
         """A new model. The same spec gives the same matrices under every layout; B is 0."""
         initial = InitialPairs(spec.rank, "kaiming", spec.seed)
@@ -83,14 +92,15 @@ class LoraSlots:
 
         self._models[name] = _Model(spec, {shard.key: start(shard) for shard in self._adapters.shards})
 
+    @command
     def drop(self, name: str) -> None:
-        """Forgets the model. Nothing happens where there is none."""
         self._models.pop(name, None)
         if self._on_base == name:
             self._on_base = None
 
+    @command
     def compute(
-        self, name: str, data: Sequence[Datum], loss_fn: str, settings: Settings, *, backward: bool
+        self, name: str, data: Sequence[Datum], loss_fn: str, settings: Mapping[str, float], backward: bool
     ) -> LossShare | None:
         """Log-probs of the targets and the loss; with `backward` its gradients are added to the model's.
 
@@ -127,6 +137,7 @@ class LoraSlots:
         }
         return LossShare(log_probs, float(sum(found for _, found in results)))
 
+    @command
     def step(self, name: str, params: AdamParams) -> float:
         """One step of Adam with the gradients so far, which are 0 afterwards; returns their norm before it is clipped.
 
@@ -152,8 +163,9 @@ class LoraSlots:
             gradient.zero_()
         return norm
 
-    def state(self, name: str) -> dict[str, Tensor]:
-        """Collective: the matrices and Adam's state, whole, on the CPU."""
+    @command
+    def save(self, name: str, file: str) -> str | None:
+        """Writes the matrices and Adam's state, whole; returns why it could not."""
         model = self._models[name]
         tensors: dict[str, Tensor] = {}
         for shard in self._adapters.shards:
@@ -164,9 +176,10 @@ class LoraSlots:
                 tensors[f"{part}:{shard.key}"] = whole_of(shard, value, self._layout).cpu()
             if "step" in state:
                 tensors[f"step:{shard.key}"] = state["step"].clone()
-        return tensors
+        return _refusal(lambda: _write_state(Path(file), tensors)) if self._layout.rank == 0 else None
 
-    def load(self, name: str, spec: LoraSpec, file: Path, *, optimizer: bool) -> None:
+    @command
+    def load(self, name: str, spec: LoraSpec, file: str, optimizer: bool) -> None:
         """A new model as it was saved; without `optimizer` Adam begins anew."""
         tensors = load_file(file)
         model = _Model(spec, {s.key: self._cut(s, tensors[f"weight:{s.key}"]) for s in self._adapters.shards})
@@ -176,31 +189,33 @@ class LoraSlots:
                 model.optimizer.state[model.weights[shard.key]] = state | {"step": tensors[f"step:{shard.key}"]}
         self._models[name] = model
 
-    def require_fits(self, file: Path) -> None:
-        """Raises DataLoss for a file that `load` cannot use."""
-        try:
-            with safe_open(file, framework="pt") as saved:
-                shapes = {key: tuple(saved.get_slice(key).get_shape()) for key in saved.keys()}  # noqa: SIM118  # it is no dict
-        except (OSError, SafetensorError) as error:
-            raise DataLoss(f"{file} cannot be read: {error}") from error
-        for shard in self._adapters.shards:
-            if shapes.get(f"weight:{shard.key}") != shard.whole_shape:
-                raise DataLoss(f"{file} is of another base, or of other --lora-* options: {shard.key} does not fit")
+    @command
+    def refusal(self, file: str) -> str | None:
+        """Why `load` cannot use a file; None if it can."""
+        return _refusal(lambda: self._require_fits(file))
 
-    def peft(self, name: str) -> dict[str, Tensor]:
-        """Collective: whole matrices of the model's own rank, in the base's dtype, by their names in peft's file."""
+    @command
+    def save_adapter(self, name: str, folder: str) -> str | None:
+        """Writes the model as peft does, with its own rank and in the base's dtype; returns why it could not."""
         model = self._models[name]
         rank = model.spec.rank
-        found = {}
+        matrices = {}
         for shard in self._adapters.shards:
             matrix = whole_of(shard, model.weights[shard.key].to(shard.parameter.dtype), self._layout)
             own = matrix[:rank] if ".lora_A." in shard.key else matrix[:, :rank]
-            found[self._adapters.peft_name(shard.key)] = own.contiguous().cpu()
-        return found
+            matrices[self._adapters.peft_name(shard.key)] = own.contiguous().cpu()
+        config = {**self._adapters.served, "r": rank, "lora_alpha": ALPHA, "use_rslora": False}
+        return _refusal(lambda: _write_peft(Path(folder), matrices, config)) if self._layout.rank == 0 else None
 
-    def peft_config(self, name: str) -> dict[str, Any]:
-        """The adapter_config.json that belongs to `peft`."""
-        return {**self._adapters.served, "r": self._models[name].spec.rank, "lora_alpha": ALPHA, "use_rslora": False}
+    @command
+    def leave(self) -> None: ...
+
+    def _require_fits(self, file: str) -> None:
+        with safe_open(file, framework="pt") as saved:
+            shapes = {key: tuple(saved.get_slice(key).get_shape()) for key in saved.keys()}  # noqa: SIM118  # it is no dict
+        for shard in self._adapters.shards:
+            if shapes.get(f"weight:{shard.key}") != shard.whole_shape:
+                raise DataLoss(f"{file} is of another base, or of other --lora-* options: {shard.key} does not fit")
 
     def _micro_batches(self, data: Sequence[Datum], rank: int) -> list[Sequence[Row]]:
         shares = self._packing == "shared_prompts"
@@ -223,7 +238,9 @@ class LoraSlots:
             self._on_base = name
         return model
 
-    def _inferred(self, inputs: Sequence[MicroInputs], step: Any) -> list[tuple[Tensor, Tensor]]:
+    def _inferred(
+        self, inputs: Sequence[MicroInputs], step: Callable[[int, Tensor], tuple[Tensor, tuple[Tensor, Tensor]]]
+    ) -> list[tuple[Tensor, Tensor]]:
         results: list[tuple[Tensor, Tensor]] = []
         numbers: Iterator[int] = iter(range(len(inputs)))
 
@@ -235,7 +252,6 @@ class LoraSlots:
         return results
 
     def _collect(self, model: _Model) -> None:
-        """Adds the parameters' gradients to the model's."""
         for shard in self._adapters.shards:
             if (gradient := shard.parameter.grad) is not None:
                 model.gradients[shard.key] += gradient
@@ -260,4 +276,24 @@ class LoraSlots:
         return float(total.sqrt())
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+def _write_state(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    draft = file.with_name(f".{file.name}.draft")
+    write_tensors(draft, tensors)
+    sync(draft)
+    put_in_place(draft, file)
+
+
+def _write_peft(folder: Path, matrices: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
+    with new_folder(folder) as draft:
+        write_tensors(draft / WEIGHTS, matrices, {"format": "pt"})
+        (draft / CONFIG).write_text(json.dumps(config, indent=2))
+
+
+def _refusal(work: Callable[[], None]) -> str | None:
+    try:
+        work()
+    except HeadraceError as error:
+        return error.message
+    except (OSError, SafetensorError) as error:
+        return f"the disk refuses: {error}"
+    return None

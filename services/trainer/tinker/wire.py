@@ -76,7 +76,7 @@ class TinkerWire:
     def work(self, kind: str, body: bytes) -> Work:
         match kind:
             case "create_model":
-                return Create(self.spec(parsed(types.CreateModelRequest, body)))
+                return Create()
             case "load_weights":
                 request = parsed(types.LoadWeightsRequest, body)
                 return Load(TinkerPath.parse(request.path), request.optimizer)

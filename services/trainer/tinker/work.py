@@ -40,14 +40,11 @@ class TinkerPath:
 
 
 def is_name(text: str) -> bool:
-    """True for what a checkpoint may be called."""
     return bool(_NAME.fullmatch(text)) and not text.startswith(".")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """What a model is made with."""
-
     rank: int
     seed: int = 0
     train_attn: bool = True
@@ -124,23 +121,16 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Replaces the model by a checkpoint."""
-
     path: TinkerPath
     optimizer: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Create:
-    """A new model."""
-
-    spec: LoraSpec
+    """Makes the model that the session has asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Responses to one prompt."""
-
     prompt: Sequence[int]
     num_samples: int
     sampling: Any

@@ -79,13 +79,13 @@ class TinkerCase(RankCase):
 
     def run(self) -> None:
         from services.trainer.model.build import join_ranks
+        from services.trainer.tinker.slots import LoraSlots
         from services.trainer.tinker.work import AdamParams, LoraSpec
-        from services.trainer.tinker.worker import TinkerWorker, slots_of
 
         self.out.mkdir(parents=True, exist_ok=True)
         layout = join_ranks(self.job())
         with _float64():
-            worker = TinkerWorker(slots_of(self.job(), layout), layout)
+            worker = LoraSlots(self.job(), layout)
         for name, spec in MODELS.items():
             worker.create(name, LoraSpec(**spec))
             assert worker.save_adapter(name, str(self.out / "initial" / name)) is None

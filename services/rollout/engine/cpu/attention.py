@@ -1,6 +1,7 @@
-"""Attention of SGLang's `torch_native` backend for a step of decoding: all requests at once.
+"""Attention of SGLang's `torch_native` backend without the work that it repeats, which for a small model is most.
 
-SGLang's own takes one request after the other, which for a small model is most of the step.
+Decoding, SGLang takes one request after the other; here all are computed at once. For new tokens behind a cached prefix
+it computes the prefix's attention again and drops it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-DECODE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
+BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _MOST_PADDING = 4
 """Requests whose padded length is more than so many times their own lengths are left to SGLang."""
 
@@ -27,24 +28,17 @@ def decoded(
     req_pool_indices: Any,
     seq_lens: Any,
     encoder_lens: Any = None,
-    *,
-    scaling: float | None = None,
-    sliding_window_size: int | None = None,
-    **others: Any,
+    **named: Any,
 ) -> Any:
     """Fills `output` [requests, heads, size] with the attention of each request's newest token, `query`."""
     longest, requests = int(seq_lens.max()), len(seq_lens)
     if encoder_lens is not None or longest * requests > _MOST_PADDING * int(seq_lens.sum()):
-        named = {"scaling": scaling, "sliding_window_size": sliding_window_size, **others}
-        return original(
-            backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **named
-        )
+        where = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
+        return original(backend, query, output, *where, **named)
     positions, ends = torch.arange(longest), seq_lens[:, None]
-    is_seen = positions < ends
-    if sliding_window_size is not None:
-        is_seen &= positions >= ends - 1 - sliding_window_size
     places = req_to_token[req_pool_indices, :longest]
     places = torch.where(positions < ends, places, places[:, :1]).flatten()  # beyond an end may be anything
+    is_seen = (positions < ends) & _in_window(positions, ends - 1, named)
 
     def cached(values: Any) -> Any:
         """As [requests, heads, positions, size]."""
@@ -57,6 +51,58 @@ def decoded(
         cached(k_cache),
         cached(v_cache),
         attn_mask=is_seen[:, None, None],
-        scale=scaling,
+        scale=named["scaling"],
     )
     return output.copy_(found.reshape(output.shape))
+
+
+def extended(
+    original: Callable[..., Any],
+    backend: Any,
+    query: Any,
+    output: Any,
+    k_cache: Any,
+    v_cache: Any,
+    req_to_token: Any,
+    req_pool_indices: Any,
+    seq_lens: Any,
+    extend_prefix_lens: Any,
+    extend_seq_lens: Any,
+    encoder_lens: Any = None,
+    **named: Any,
+) -> Any:
+    """Fills `output` [tokens, heads, size] with the attention of all requests' new tokens, `query`."""
+    if encoder_lens is not None or not named["causal"]:
+        where = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)
+        return original(backend, query, output, *where, encoder_lens, **named)
+    start = 0
+    requests = (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)
+    for pool, length, prefix, new in zip(*(each.tolist() for each in requests), strict=True):
+        places, mask = req_to_token[pool, :length], None
+        if prefix or named["sliding_window_size"] is not None:
+            positions = torch.arange(length)
+            mine = positions[prefix:, None]
+            mask = (positions <= mine) & _in_window(positions, mine, named)
+        # As [1, heads, positions, size].
+        queries, keys, values = (
+            each.to(query.dtype).transpose(0, 1)[None]
+            for each in (query[start : start + new], k_cache[places], v_cache[places])
+        )
+        found = scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=named["scaling"],
+            enable_gqa=named["enable_gqa"],
+        )
+        output[start : start + new] = found[0].transpose(0, 1)
+        start += new
+    return output
+
+
+def _in_window(positions: Any, mine: Any, named: dict[str, Any]) -> Any:
+    """True where a key is within the sliding window of a query, if there is one."""
+    window = named["sliding_window_size"]
+    return torch.tensor(True) if window is None else positions >= mine - window

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from services.rollout.engine.cpu import CHECKPOINT
-from services.rollout.engine.cpu.attention import DECODE, decoded
+from services.rollout.engine.cpu.attention import BACKEND, decoded, extended
 
 # Operations of torch for what SGLang's models leave to kernels of a GPU, chosen through SGLang's registries.
 # Latent attention (DeepSeek V3, Kimi K2, Moonlight, GLM-4.7-Flash) keeps latents in the cache, of which `torch_native`
@@ -39,7 +39,8 @@ def use_torch() -> None:
     """Called when the served model's module is imported: what that has not imported stays as it is."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(DECODE, decoded, HookType.AROUND)
+    HookRegistry.register(f"{BACKEND}._run_sdpa_forward_decode", decoded, HookType.AROUND)
+    HookRegistry.register(f"{BACKEND}._run_sdpa_forward_extend", extended, HookType.AROUND)
     if (handlers := sys.modules.get(_LATENTS)) is not None:
         handlers.AttentionBackendRegistry.register("torch_native", _absorbed)
         HookRegistry.register(f"{_ROTATIONS}.get_rope_cpu", _rotation, HookType.AROUND)

@@ -47,7 +47,6 @@ def _quantization(kept: list[str]) -> dict[str, object]:
 
 
 def main() -> int:
-    """Returns the exit code."""
     what = "a Hugging Face folder in bfloat16, float32 or packed INT4"
     return main_of("services.trainer.hugging_face.rewrite.to_fp8", __doc__, what, _written)
 

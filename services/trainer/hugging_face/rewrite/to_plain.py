@@ -30,7 +30,6 @@ def _plain(weights: Iterator[Named]) -> Iterator[Named]:
 
 
 def main() -> int:
-    """Returns the exit code."""
     what = "a Hugging Face folder in block FP8, packed INT4 or MXFP4"
     return main_of("services.trainer.hugging_face.rewrite.to_plain", __doc__, what, _written)
 

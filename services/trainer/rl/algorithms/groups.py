@@ -30,7 +30,6 @@ class GroupRewards:
 
     @property
     def mean(self) -> float:
-        """The mean over the group's rollouts."""
         return math.fsum(self.by_rollout.values()) / len(self.by_rollout)
 
     @property

@@ -30,12 +30,8 @@ class ImportanceWeights:
 
     weights: Tensor
     """What the loss is multiplied by: the ratio within its bounds."""
-    ratio: Tensor
-    """exp(trainer - engine), its logarithm within ±20; 1 where both agree."""
     truncated: Tensor
     """1 where a bound took effect, else 0."""
-    log_prob_gap: Tensor
-    """|trainer - engine|."""
 
 
 def importance_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: MisLevel) -> Tensor:
@@ -70,12 +66,11 @@ def mis_weights(
     The first two differ in the bounds that a job takes for them: `truncate` has low = 0 unless it is asked for another.
     """
     ratio = importance_ratio(old_log_probs, rollout_log_probs, mask, level)
-    gap = (precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())).abs()
     if mode == "mask":
         kept = (ratio >= low) & (ratio <= high)
-        return ImportanceWeights(torch.where(kept, ratio, 0.0), ratio, (~kept).float(), gap)
+        return ImportanceWeights(torch.where(kept, ratio, 0.0), (~kept).float())
     weights = ratio.clamp(low, high)
-    return ImportanceWeights(weights, ratio, (weights != ratio).float(), gap)
+    return ImportanceWeights(weights, (weights != ratio).float())
 
 
 def within(ratio: Tensor, low: float, high: float) -> Tensor:

@@ -25,5 +25,4 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
 
 
 def algorithm(config: TrainSection) -> Algorithm:
-    """The job's algorithm."""
     return ALGORITHMS[config.advantage_estimator](config)

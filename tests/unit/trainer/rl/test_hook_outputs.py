@@ -19,9 +19,8 @@ from headrace.hooks.args import HookArgs
 from headrace.hooks.load import load_hook
 from services.trainer.model.build import model_provider
 from services.trainer.rl import objective
-from services.trainer.rl.hooks import per_token
+from services.trainer.rl.hooks import TrainData, WholeBatch, numbers, per_token
 from services.trainer.rl.objective import CustomLoss, LossInputs, PolicyReducer
-from services.trainer.rl.whole_batch import TrainData, WholeBatch, numbers
 from tests.support.ledgers.answers import answered
 from tests.support.ranks.micro_inputs import micro_inputs
 

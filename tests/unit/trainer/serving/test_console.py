@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ class SavableEverything(Everything):
 class Desk:
     everything: SavableEverything
     client: TrainerClient
-    stub: trainer_pb2_grpc.TrainerServiceStub
+    stub: Any
     running: asyncio.Task[TrainState]
     folder: Path
     console: TrainerConsole
@@ -190,7 +191,7 @@ async def test_a_caller_that_gives_up_changes_nothing_and_gets_its_save_when_it_
     await until(desk, pb.PHASE_WAITING, 0)
     request = pb.SaveCheckpointRequest(request_id="mine")
     asking = asyncio.create_task(call(desk.stub.SaveCheckpoint, request, deadline_seconds=60))
-    while not desk.console._requests:
+    while not desk.console._requests._waiting:
         await asyncio.sleep(0.01)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -16,8 +16,6 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.client.rollout import RolloutClient
 from headrace.errors import FailedPrecondition, Unavailable
-from headrace.job.eval_sets import EvalSet
-from headrace.job.schema.production import EvalSection
 from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
 from services.trainer.control.build import schedule_of
@@ -285,9 +283,7 @@ class Asked:
 
 
 def scheduler_of(folder: Path, asked: Asked, **intervals: int) -> IntervalEvalScheduler:
-    sets = [EvalSet(name=name, path=Path("x"), interval=every) for name, every in intervals.items()]
-    section = EvalSection(skip_eval_before_train=True)
-    schedule = JobSchedule(100, publish_every=1, save_every=None, evaluation=section, eval_sets=sets)
+    schedule = JobSchedule(100, publish_every=1, save_every=None, eval_every=intervals, evaluates_first=False)
     return IntervalEvalScheduler(asked, schedule, RunReport(folder), exact=False)
 
 
