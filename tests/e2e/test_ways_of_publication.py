@@ -8,7 +8,7 @@ On a CPU it holds and hashes FP8; it cannot compute with it, because its FP8 ker
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,6 +102,12 @@ class Stack:
         return Probe(PROMPT, hugging_face_log_probs(self.model, PROMPT[:1], PROMPT[1:]).tolist(), 1e-3)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with all_ranks():
+        yield
+
+
 @pytest.fixture(scope="module", params=["float32", "fp8"])
 async def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     async with running(request.param, tmp_path_factory.mktemp(request.param)) as made:
@@ -136,10 +142,9 @@ async def running(kind: str, folder: Path) -> AsyncIterator[Stack]:
     else:
         model = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
         weights = {name: each.detach() for name, each in model.named_parameters()}
-    with all_ranks():
-        roots = {"disk": folder / "weights", "ipc": memory_folder(folder)}
-        hashes = kind != "two ranks"
-        yield Stack(model, weights, folder / "model", form, fleet, roots, MemoryFiles(), hashes)
+    roots = {"disk": folder / "weights", "ipc": memory_folder(folder)}
+    hashes = kind != "two ranks"
+    yield Stack(model, weights, folder / "model", form, fleet, roots, MemoryFiles(), hashes)
     await fleet.stop()
     remove(memory_folder(folder))
 
@@ -256,6 +261,9 @@ async def by_delta(stack: Stack, way: str, version: int, receiver: Receiver, bas
         sender.drop([0])
     assert sent is not None
     assert sent.error is None
+    if way == "disk":
+        sent = await asyncio.to_thread(sender.send, plan.publication_id, {}, kept=True)
+        assert sent is not None
     return await receiver.commit(plan.publication_id, sent.checksums, stack.probe())
 
 

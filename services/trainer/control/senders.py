@@ -138,8 +138,8 @@ class Sender:
         self._kept = RollbackCopy(layout.device)
         self._changes: list[Change] = []
         self._delta: bytes | None = None
-        self._compared: dict[str, str] = {}
-        """The checksums with the delta."""
+        self._hashing = Hashing(self._thread)
+        """Of the weights that are sent."""
         self._sent_delta = False
 
     def describe(self) -> StageWeights | None:
@@ -187,24 +187,25 @@ class Sender:
     def compare(self) -> Compared | None:
         """Collective: finds what changed since the weights that were kept; None on ranks that send nothing."""
         self._forget_delta()
-        hashing, tensors = Hashing(self._thread), self._tensors()
+        self._hashing, tensors = Hashing(self._thread), self._tensors()
         most_bytes, delta_bytes = SMALLER * self._whole_bytes, 0
         if self._is_sender and not self._kept.is_empty:
             with suppress(HeadraceError):  # weights that cannot be sent: the whole's sending says so
                 for name, tensor in tensors:
                     if self._hashes:
-                        hashing.add([(name, tensor)])
+                        self._hashing.add([(name, tensor)])
                     self._changes.append(change := self._kept.changed(name, tensor))
                     delta_bytes += change.positions.size + change.bits.nbytes
                     if delta_bytes > most_bytes:
                         break
                 else:
-                    self._delta, self._compared = pack(self._changes), hashing.result()
+                    self._delta = pack(self._changes)
         with suppress(HeadraceError):
             for _ in tensors:
                 pass
         if self._delta is None:
             self._changes = []
+            self._hashing.cancel()
         if not self._is_sender:
             return None
         size = None if self._delta is None else len(self._delta)
@@ -219,7 +220,7 @@ class Sender:
         return sum(spec.num_bytes for bucket in self._buckets for spec in bucket)
 
     def _forget_delta(self) -> None:
-        self._changes, self._delta, self._compared, self._sent_delta = [], None, {}, False
+        self._changes, self._delta, self._sent_delta = [], None, False
 
     @abstractmethod
     def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
@@ -329,7 +330,7 @@ class WeightSender(Sender):
         except (HeadraceError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
             log.warning("sending_failed", publication_id=publication_id, error=str(error))
             return Sent(self._stage, {}, error.message if isinstance(error, HeadraceError) else str(error))
-        return Sent(self._stage, self._compared, left=broadcasts.left)
+        return Sent(self._stage, self._hashing.result(), left=broadcasts.left)
 
     def drop(self, services: Collection[int]) -> None:
         """Tears this stage's groups of the services down; the next publication opens others."""
@@ -384,7 +385,6 @@ class WeightWriter(Sender):
         self._file_bytes = file_bytes
         self._memory = memory
         self._says_later = memory is not None and not leaves
-        self._hashing = Hashing(self._thread)
         self._written_id: str | None = None
 
     def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
@@ -406,8 +406,8 @@ class WeightWriter(Sender):
         return Sent(self._stage, {} if self._says_later else self._hashing.result())
 
     def send_delta(self, publication_id: str, world_sizes: Mapping[int, int]) -> Sent | None:
-        """Writes a folder as engines load them, in which each stage's delta is a tensor."""
-        self._sent_delta = True
+        """Writes a folder as engines load them, in which each stage's delta is a tensor. Says its checksums later."""
+        self._sent_delta, self._written_id = True, publication_id
 
         def write(draft: Path) -> None:
             assert self._delta is not None, "rank 0 asks for what was compared"
@@ -420,7 +420,7 @@ class WeightWriter(Sender):
                 files = {f"{PREFIX}{n}": f"model-{n}.safetensors" for n in range(self._layout.pp_size)}
                 (draft / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
-        return self._written(self._root / publication_id, write, finish, self._compared)
+        return self._written(self._root / publication_id, write, finish, {})
 
     def _write(self, publication_id: str) -> int:
         """Returns this sender's bytes, once its folder is whole; their hashing may go on."""

@@ -479,8 +479,8 @@ class Written:
 class DiskTransport:
     """Folders below `root`, at most two of them whole at a time: the served one and the one that is published.
 
-    Of `kind` IPC that is shared memory: senders compute checksums while engines load, but not on shared devices,
-    which they leave before.
+    Of `kind` IPC that is shared memory. Senders compute checksums of it and of deltas while engines load, but not on
+    shared devices, which they leave before.
     """
 
     def __init__(
@@ -589,7 +589,8 @@ class DiskTransport:
                 f"weights were not written below {self._root} within {2 * self._seconds:g} s, and its disk does not "
                 "answer: name a folder on another disk with --update-weight-disk-path"
             ) from error
-        known = None if self._in_memory and not self._devices.is_shared else sent.checksums
+        is_said_later = changed is not None or (self._in_memory and not self._devices.is_shared)
+        known = None if is_said_later else sent.checksums
         return Written(self._root / attempt.publication_id, attempt.policy_version, known, base, base_bytes)
 
     async def _changed(self, attempt: Attempt, services: Collection[int]) -> tuple[Changed | None, Sequence[Path], int]:

@@ -189,7 +189,8 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-_HASHED_LATER = 4  # parts that are used before they are hashed: their tensors stay until then
+_HASHED_LATER_BYTES = 1 << 30
+"""Tensors that are used before they are hashed stay in memory until then."""
 
 
 class Hashing:
@@ -198,16 +199,29 @@ class Hashing:
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
         self._checksums = EngineChecksums()
-        self._running: deque[Future[None]] = deque()
+        self._running: deque[tuple[Future[None], int]] = deque()
+        self._waiting_bytes = 0
 
     def add(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Takes in (Hugging Face name, tensor) pairs, which must stay as they are until they are hashed."""
-        self._running.append(self._thread.submit(self._checksums.update, tensors))
-        if len(self._running) > _HASHED_LATER:
-            self._running.popleft().result()
+        num_bytes = sum(tensor.nbytes for _, tensor in tensors)
+        self._running.append((self._thread.submit(self._checksums.update, tensors), num_bytes))
+        self._waiting_bytes += num_bytes
+        while self._waiting_bytes > _HASHED_LATER_BYTES:
+            self._wait()
 
     def result(self) -> dict[str, str]:
         """Engine name → checksum, once all of it is hashed."""
         while self._running:
-            self._running.popleft().result()
+            self._wait()
         return self._checksums.result()
+
+    def cancel(self) -> None:
+        """Leaves unhashed what is waiting: nobody asks for the result."""
+        for hashed, _ in self._running:
+            hashed.cancel()
+
+    def _wait(self) -> None:
+        hashed, num_bytes = self._running.popleft()
+        self._waiting_bytes -= num_bytes
+        hashed.result()

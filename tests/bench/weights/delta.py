@@ -137,6 +137,8 @@ class Way:
             await self._receiver.receive(name, bucket)
         if sending:
             sent = await sending
+        elif changes:
+            sent = await asyncio.to_thread(sender.send, name, {}, kept=True)
         assert sent is not None
         assert sent.error is None, sent.error
         committed = await self._receiver.commit(name, sent.checksums)

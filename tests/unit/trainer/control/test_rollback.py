@@ -127,6 +127,7 @@ class Worker(IdleWorker):
         model.is_sending = True
         if model.root is not None:
             write_version(model.root / publication_id, {DELTA: model.wire[DELTA]})
+            model.wire.update(weights)  # what senders say of it later
             self.spoil(model.root / publication_id)
         return Sent(0, {name: fake_checksum(content) for name, content in weights.items()})
 
