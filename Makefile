@@ -93,6 +93,7 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors
 	@$(BIN)/python -m tests.bench.training_step $(MODEL)
 	@$(BIN)/python -m tests.bench.rewards
 	@$(BIN)/python -m tests.bench.agents $(MODEL)
+	@$(BIN)/python -m tests.bench.long_tails
 	@$(BIN)/python -m tests.bench.first_step $(MODEL)
 
 bench-learning: $(STAMPS)/headrace $(STAMPS)/dev

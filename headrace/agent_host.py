@@ -230,16 +230,13 @@ class AgentHost:
             return
         if self._absence is None or (is_goodbye and not self._absence.said_goodbye):
             self._absence = _Absence(now, is_goodbye)
-            self._tell(self._absence.said(self._patience(self._absence)))
+            self._tell(self._absence.said(_RESTART_SECONDS if is_goodbye else self._patience_seconds))
         if self._is_over() or (self._absence.said_goodbye and now - self._absence.since > _RESTART_SECONDS):
             raise _ServiceEnded
         if now - self._absence.since > self._patience_seconds:
             raise Unavailable(
                 f"the rollout service could not be reached for {self._patience_seconds:g} s: {error.message}"
             )
-
-    def _patience(self, absence: _Absence) -> float:
-        return _RESTART_SECONDS if absence.said_goodbye else self._patience_seconds
 
     async def _close(self) -> None:
         playing = list(self._playing.values())

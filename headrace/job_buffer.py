@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.client.buffer import Buffer
-from headrace.client.open import open_buffer
+from headrace.client.open import Buffer, open_buffer
 from headrace.errors import ConfigError
 from headrace.job.schema.services import ServicesSection
 from headrace.limits import PEER_WAIT_SECONDS

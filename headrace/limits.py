@@ -324,19 +324,9 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 
 
 def _check_depth(text: str, value: Mapping[str, Any]) -> None:
-    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
-        return  # it cannot be deeper than it has brackets
-    level: list[Any] = [value]
-    depth = 0
-    while level:
-        depth += 1
-        if depth > MAX_JSON_DEPTH:
-            raise InvalidArgument(f"JSON is nested more than {MAX_JSON_DEPTH} deep: {text[:80]!r}")
-        level = [child for parent in level for child in _children(parent) if isinstance(child, dict | list | tuple)]
-
-
-def _children(parent: Any) -> Any:
-    return parent.values() if isinstance(parent, dict) else parent
+    """It cannot be deeper than it has brackets, which are counted faster."""
+    if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _depth(value) > MAX_JSON_DEPTH:
+        raise InvalidArgument(f"JSON is nested more than {MAX_JSON_DEPTH} deep: {text[:80]!r}")
 
 
 def _check_encodable(value: Mapping[str, Any]) -> None:
@@ -477,12 +467,9 @@ def _json(text: str, field: str) -> Any:
 def _depth(value: Any) -> int:
     """Levels of objects and arrays, counted without recursion; stops behind the limit."""
     level, depth = [value], 0
-    while depth <= MAX_JSON_DEPTH:
-        level = [v for v in level if isinstance(v, dict | list)]
-        if not level:
-            break
+    while depth <= MAX_JSON_DEPTH and (level := [each for each in level if isinstance(each, dict | list | tuple)]):
         depth += 1
-        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
     return depth
 
 

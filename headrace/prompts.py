@@ -7,6 +7,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from headrace.api.sample.v1 import sample_pb2
@@ -112,10 +113,15 @@ def table(file: BinaryIO, path: str | os.PathLike[str]) -> list[Any] | None:
         raise InvalidArgument(f"{path} is not {kind} in UTF-8: {error}: write one JSON object a line") from error
 
 
-def rows_of(file: BinaryIO, path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
-    """Yields (number from 1, row) for `parse_row`. Blank lines are counted and left out. Raises as `table` does."""
+def rows_of(
+    file: BinaryIO, path: str | os.PathLike[str], first_row: int = 0, end_row: int | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Yields (number from 1, row) of a slice for `parse_row`. Blank lines are counted and left out.
+
+    Raises as `table` does.
+    """
     rows = table(file, path)
-    for number, row in enumerate(file if rows is None else rows, 1):
+    for number, row in islice(enumerate(file if rows is None else rows, 1), first_row, end_row):
         if not isinstance(row, bytes) or row.strip():
             yield number, row
 

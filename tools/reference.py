@@ -23,8 +23,8 @@ from tools.proto_pages import proto_pages
 ROOT = Path(__file__).resolve().parent.parent
 CLIENT = (
     ("open.py", ("open_buffer", "open_rollout")),
-    ("buffer.py", ("BufferClient",)),
-    ("rollout.py", ("Rollout",)),
+    ("buffer.py", ("BatchClient", "BufferClient")),
+    ("rollout.py", ("EvaluationClient", "RolloutClient")),
     ("reward.py", ("RewardClient",)),
     ("trainer.py", ("TrainerClient",)),
 )

@@ -8,11 +8,11 @@ import math
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from google.protobuf.message import Message
@@ -87,98 +87,13 @@ def _sealed(envelope: sample_pb2.SampleEnvelope, payload: sample_pb2.SamplePaylo
 PROGRESS_SECONDS = 2.0
 
 
-class Buffer(Closing):
-    """`BufferClient` says what each method does; both implementations keep the same contract tests.
-
-    Close it, or use it as a context.
-    """
-
-    @abstractmethod
-    async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse: ...
-
-    @abstractmethod
-    async def delete_stream(self, stream: str, *, force: bool = False) -> bool: ...
-
-    @abstractmethod
-    async def list_streams(self) -> Sequence[pb.StreamConfig]: ...
-
-    @abstractmethod
-    async def submit_prompts(self, stream: str, prompts: Sequence[sample_pb2.Prompt]) -> Sequence[str]: ...
-
-    @abstractmethod
-    async def lease_groups(
-        self,
-        stream: str,
-        producer_id: str,
-        max_groups: int,
-        *,
-        wait_seconds: float = 0.0,
-        request_id: str | None = None,
-        oldest_version: int | None = None,
-    ) -> pb.LeaseGroupsResponse: ...
-
-    @abstractmethod
-    async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse: ...
-
-    @abstractmethod
-    async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None: ...
-
-    @abstractmethod
-    async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]: ...
-
-    @abstractmethod
-    async def retry_groups(
-        self, stream: str, group_ids: Sequence[str] = (), *, request_id: str | None = None
-    ) -> pb.RetryGroupsResponse: ...
-
-    @abstractmethod
-    async def drop_groups(
-        self, stream: str, group_ids: Sequence[str], reason: str, *, request_id: str | None = None
-    ) -> pb.DropGroupsResponse: ...
-
-    @abstractmethod
-    async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse: ...
+class BatchClient(Closing):
+    """What a client of one buffer and one of several shards have in common."""
 
     @abstractmethod
     async def try_lease_batch(
         self, stream: str, epoch: int, step: int, *, wait_seconds: float = 0.0
     ) -> pb.LeaseBatchResponse: ...
-
-    @abstractmethod
-    async def fetch_samples(
-        self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
-    ) -> list[sample_pb2.Sample]: ...
-
-    @abstractmethod
-    async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int: ...
-
-    @abstractmethod
-    async def commit(self, stream: str, epoch: int, step: int) -> int: ...
-
-    @abstractmethod
-    async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int: ...
-
-    @abstractmethod
-    def watch(
-        self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
-    ) -> AsyncIterator[pb.LedgerEvent]: ...
-
-    @abstractmethod
-    async def list_groups(
-        self,
-        stream: str,
-        states: Sequence[pb.GroupState.ValueType] = (),
-        *,
-        page_size: int = 0,
-        page_token: str = "",
-        group_ids: Sequence[str] = (),
-    ) -> pb.ListGroupsResponse: ...
-
-    @abstractmethod
-    async def stats(self, stream: str) -> pb.StreamStats: ...
-
-    @abstractmethod
-    async def damage(self) -> Sequence[pb.Damage]: ...
 
     async def lease_batch(
         self,
@@ -286,8 +201,8 @@ _RELEASES_AT_ONCE = 500
 _RELEASE_BYTES = 16 << 20
 
 
-class BufferClient(Buffer):
-    """Speaks to one buffer."""
+class BufferClient(BatchClient):
+    """Speaks to one buffer. Close it, or use it as a context."""
 
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         self.address = address
@@ -314,7 +229,7 @@ class BufferClient(Buffer):
     async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse:
         """Creates the stream if it does not exist. Raises AlreadyExists when it exists with another config."""
         request = pb.CreateStreamRequest(config=config)
-        reply: pb.CreateStreamResponse = await self._call(self._stub.CreateStream, request)
+        reply = await self._call(self._stub.CreateStream, request)
         self._stream_ids[config.name] = reply.stream_id
         return reply
 
@@ -328,19 +243,19 @@ class BufferClient(Buffer):
         except NotFound:
             return False
         request = pb.DeleteStreamRequest(stream=stream, force=force, stream_id=stream_id)
-        reply: pb.DeleteStreamResponse = await self._call(self._stub.DeleteStream, request)
+        reply = await self._call(self._stub.DeleteStream, request)
         self._stream_ids.pop(stream, None)
         return reply.deleted
 
     async def list_streams(self) -> Sequence[pb.StreamConfig]:
         """All streams of the buffer."""
-        reply: pb.ListStreamsResponse = await self._call(self._stub.ListStreams, pb.ListStreamsRequest())
+        reply = await self._call(self._stub.ListStreams, pb.ListStreamsRequest())
         return reply.streams
 
     async def submit_prompts(self, stream: str, prompts: Sequence[sample_pb2.Prompt]) -> Sequence[str]:
         """Group ids, one for each prompt."""
         request = pb.SubmitPromptsRequest(stream=stream, prompts=prompts)
-        reply: pb.SubmitPromptsResponse = await self._call_of_stream(self._stub.SubmitPrompts, request)
+        reply = await self._call_of_stream(self._stub.SubmitPrompts, request)
         return reply.group_ids
 
     # Producers
@@ -369,7 +284,7 @@ class BufferClient(Buffer):
         )
         awaited = (stream, oldest_version) if request_id is None else request.request_id
         async with self._of_stream(request):
-            reply: pb.LeaseGroupsResponse = await self._wait(awaited, self._stub.LeaseGroups, request)
+            reply = await self._wait(awaited, self._stub.LeaseGroups, request)
         for sample in (sample for lease in reply.leases for sample in lease.partial_samples):
             if sample.envelope.out_of_line:
                 sample.CopyFrom(await self._whole(sample, self._deadline_seconds))
@@ -378,8 +293,7 @@ class BufferClient(Buffer):
     async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse:
         """The response lists the leases that were renewed and those that are lost."""
         request = pb.RenewLeasesRequest(lease_ids=lease_ids)
-        reply: pb.RenewLeasesResponse = await self._call(self._stub.RenewLeases, request)
-        return reply
+        return await self._call(self._stub.RenewLeases, request)
 
     async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None:
         """Returns unfinished groups with their partial samples."""
@@ -399,18 +313,14 @@ class BufferClient(Buffer):
         return await self._puts.put(puts, self._deadline_seconds)
 
     async def _send_puts(self, request: bytes, deadline_seconds: float) -> pb.PutGroupsResponse:
-        reply: pb.PutGroupsResponse = await rpc.call(
-            self._put_groups, request, deadline_seconds=deadline_seconds, peer=self._peer
-        )
-        return reply
+        return await rpc.call(self._put_groups, request, deadline_seconds=deadline_seconds, peer=self._peer)
 
     async def retry_groups(
         self, stream: str, group_ids: Sequence[str] = (), *, request_id: str | None = None
     ) -> pb.RetryGroupsResponse:
         """Queues FAILED groups with all of their attempts; without ids the latest 4,096. Repeats do nothing."""
         request = pb.RetryGroupsRequest(stream=stream, request_id=request_id or uuid.uuid4().hex, group_ids=group_ids)
-        reply: pb.RetryGroupsResponse = await self._call_of_stream(self._stub.RetryGroups, request)
-        return reply
+        return await self._call_of_stream(self._stub.RetryGroups, request)
 
     async def drop_groups(
         self, stream: str, group_ids: Sequence[str], reason: str, *, request_id: str | None = None
@@ -419,8 +329,7 @@ class BufferClient(Buffer):
         request = pb.DropGroupsRequest(
             stream=stream, request_id=request_id or uuid.uuid4().hex, group_ids=group_ids, reason=reason
         )
-        reply: pb.DropGroupsResponse = await self._call_of_stream(self._stub.DropGroups, request)
-        return reply
+        return await self._call_of_stream(self._stub.DropGroups, request)
 
     # The trainer
 
@@ -431,8 +340,7 @@ class BufferClient(Buffer):
         request = pb.RewindRequest(
             stream=stream, step=step, request_id=request_id or uuid.uuid4().hex, least_epoch=least_epoch
         )
-        reply: pb.RewindResponse = await self._call_of_stream(self._stub.Rewind, request)
-        return reply
+        return await self._call_of_stream(self._stub.Rewind, request)
 
     async def try_lease_batch(
         self, stream: str, epoch: int, step: int, *, wait_seconds: float = 0.0
@@ -440,10 +348,10 @@ class BufferClient(Buffer):
         """The batch when it is full, else the number of groups that are ready."""
         request = pb.LeaseBatchRequest(stream=stream, epoch=epoch, step=step, wait_seconds=wait_seconds)
         async with self._of_stream(request):
-            reply: pb.LeaseBatchResponse = await self._wait((stream, epoch, step), self._stub.LeaseBatch, request)
+            reply = await self._wait((stream, epoch, step), self._stub.LeaseBatch, request)
             while reply.next_group:
                 request.first_group = reply.next_group
-                page: pb.LeaseBatchResponse = await self._call(self._stub.LeaseBatch, request)
+                page = await self._call(self._stub.LeaseBatch, request)
                 reply.groups.extend(page.groups)
                 reply.next_group = page.next_group
         return reply
@@ -495,7 +403,7 @@ class BufferClient(Buffer):
         view, offset, data = memoryview(column.data), 0, b""
         while True:
             request = pb.UploadColumnRequest(sha256=column.sha256, num_bytes=len(view), offset=offset, data=data)
-            reply: pb.UploadColumnResponse = await self._call(self._stub.UploadColumn, request)
+            reply = await self._call(self._stub.UploadColumn, request)
             if reply.complete:
                 return
             offset = reply.next_offset
@@ -556,26 +464,26 @@ class BufferClient(Buffer):
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
         """Records that the step has used its batch; returns the next step."""
         request = pb.ConsumeBatchRequest(stream=stream, epoch=epoch, step=step, digest=digest)
-        reply: pb.ConsumeBatchResponse = await self._call_of_stream(self._stub.ConsumeBatch, request)
+        reply = await self._call_of_stream(self._stub.ConsumeBatch, request)
         return reply.next_step
 
     async def commit(self, stream: str, epoch: int, step: int) -> int:
         """Records that a checkpoint holds every step below `step`; returns the number of groups committed."""
         request = pb.CommitStepRequest(stream=stream, epoch=epoch, step=step)
-        reply: pb.CommitStepResponse = await self._call_of_stream(self._stub.CommitStep, request)
+        reply = await self._call_of_stream(self._stub.CommitStep, request)
         return reply.num_groups
 
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
         """Records the version that the engines serve; returns the number of groups that expired by it."""
         request = pb.SetPolicyVersionRequest(stream=stream, epoch=epoch, policy_version=policy_version)
-        reply: pb.SetPolicyVersionResponse = await self._call_of_stream(self._stub.SetPolicyVersion, request)
+        reply = await self._call_of_stream(self._stub.SetPolicyVersion, request)
         return reply.num_expired
 
     # Readers
 
     async def watch(
         self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
-    ) -> AsyncIterator[pb.LedgerEvent]:
+    ) -> AsyncGenerator[pb.LedgerEvent]:
         """The stream's history from a position on, then live, to the deadline, also over restarts of the buffer."""
         request = pb.WatchRequest(stream=stream, from_position=from_position)
         ask = partial(rpc.stream, self._stub.Watch, request, peer=self._peer)
@@ -597,22 +505,22 @@ class BufferClient(Buffer):
         request = pb.ListGroupsRequest(
             stream=stream, states=states, page_size=page_size, page_token=page_token, group_ids=group_ids
         )
-        reply: pb.ListGroupsResponse = await self._call(self._stub.ListGroups, request)
+        reply = await self._call(self._stub.ListGroups, request)
         while group_ids and reply.next_page_token:
             request.page_token = reply.next_page_token
-            page: pb.ListGroupsResponse = await self._call(self._stub.ListGroups, request)
+            page = await self._call(self._stub.ListGroups, request)
             reply.groups.extend(page.groups)
             reply.next_page_token = page.next_page_token
         return reply
 
     async def stats(self, stream: str) -> pb.StreamStats:
         """Counts of one stream."""
-        reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(stream=stream))
+        reply = await self._call(self._stub.GetStats, pb.GetStatsRequest(stream=stream))
         return reply.streams[0]
 
     async def damage(self) -> Sequence[pb.Damage]:
         """Records and payloads that the ledger's disk has lost or changed; at most the first thousand."""
-        reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())
+        reply = await self._call(self._stub.GetStats, pb.GetStatsRequest())
         return reply.damaged
 
     def backup(self, *, deadline_seconds: float | None = None) -> AsyncIterator[pb.BackupResponse]:
@@ -621,13 +529,13 @@ class BufferClient(Buffer):
 
     async def position(self) -> int:
         """Position of the latest event in the whole ledger."""
-        reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())
+        reply = await self._call(self._stub.GetStats, pb.GetStatsRequest())
         return reply.position
 
-    async def _call(self, method: Callable[..., Any], request: Message) -> Any:
+    async def _call(self, method: Callable[..., Awaitable[_Answer]], request: Message) -> _Answer:
         return await rpc.call(method, request, deadline_seconds=self._deadline_seconds, peer=self._peer)
 
-    async def _call_of_stream(self, method: Callable[..., Any], request: _OfStream) -> Any:
+    async def _call_of_stream(self, method: Callable[..., Awaitable[_Answer]], request: _OfStream) -> _Answer:
         async with self._of_stream(request):
             return await self._call(method, request)
 
@@ -649,9 +557,12 @@ class BufferClient(Buffer):
         return self._stream_ids[stream]
 
     async def _wait(
-        self, awaited: Hashable, method: Callable[..., Any], request: pb.LeaseGroupsRequest | pb.LeaseBatchRequest
-    ) -> Any:
-        async def ask(wait_seconds: float, deadline_seconds: float) -> Any:
+        self,
+        awaited: Hashable,
+        method: Callable[..., Awaitable[_Answer]],
+        request: pb.LeaseGroupsRequest | pb.LeaseBatchRequest,
+    ) -> _Answer:
+        async def ask(wait_seconds: float, deadline_seconds: float) -> _Answer:
             request.wait_seconds = wait_seconds
             return await rpc.call(method, request, deadline_seconds=deadline_seconds + wait_seconds, peer=self._peer)
 

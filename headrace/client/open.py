@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from headrace.client.buffer import Buffer, BufferClient
+from headrace.client.buffer import BufferClient
 from headrace.client.rollout import Rollout, RolloutClient, RolloutClients
 from headrace.client.shards import ShardedBuffer
 from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS
+
+Buffer = BufferClient | ShardedBuffer
+"""Both have the same methods, and the same contract tests."""
 
 
 def open_buffer(address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> Buffer:

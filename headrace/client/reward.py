@@ -88,14 +88,12 @@ class RewardClient(Closing):
         Raises InvalidArgument for a scorer that cannot be loaded, FailedPrecondition where there is nothing to change.
         """
         request.change_id = request.change_id or uuid.uuid4().hex
-        reply: pb.ChangeScorerResponse = await call(
-            self._stub.ChangeScorer, request, deadline_seconds=deadline_seconds, peer=self._peer
-        )
+        reply = await call(self._stub.ChangeScorer, request, deadline_seconds=deadline_seconds, peer=self._peer)
         return reply.state
 
     async def scorer_state(self, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> pb.ScorerState:
         """Who pays and who is tried."""
-        reply: pb.GetScorerStateResponse = await call(
+        reply = await call(
             self._stub.GetScorerState, pb.GetScorerStateRequest(), deadline_seconds=deadline_seconds, peer=self._peer
         )
         return reply.state

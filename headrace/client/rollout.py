@@ -1,7 +1,4 @@
-"""The rollout service's client: one method for each call, with plain arguments, the server's errors and deadlines.
-
-`Rollout` is what one service and several (`rollouts`) have in common; publications are each service's own.
-"""
+"""The rollout service's client: one method for each call, with plain arguments, the server's errors and deadlines."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import numpy as np
@@ -21,7 +18,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.errors import DeadlineExceeded, HeadraceError, InvalidArgument, Unavailable
 from headrace.publication import Probe
-from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing, call, call_once, connect, stream
+from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing, Reply, call, call_once, connect, stream
 from headrace.rpc.log import log
 from headrace.rpc.retry import Backoff, retry_until
 from headrace.trajectory import pack_column, unpack_column
@@ -114,21 +111,18 @@ def _may_go_on(request: pb.GenerateRequest, responses: _Responses, error: Unavai
     return not is_constrained and error.reason not in _NOT_CONTINUED
 
 
-class Rollout(Closing):
-    """The rollout services of a run: one, or several that are asked as one."""
-
-    services: Sequence[RolloutClient]
-    """Each service by itself, in the order of their addresses."""
+class EvaluationClient(Closing):
+    """What a client of one rollout service and one of several have in common."""
 
     @abstractmethod
-    def generate(
-        self, request: pb.GenerateRequest, *, deadline_seconds: float = 600.0
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """Yields text as it is generated; the last message has the status and the policy ranges.
-
-        A response whose service ends goes on where it stopped, at the next that answers; its ranges are then those of
-        the tokens after that.
-        """
+    def watch_evaluation(
+        self,
+        evaluation_id: str,
+        datasets: Sequence[pb.EvalDataset],
+        *,
+        return_samples: bool = False,
+        deadline_seconds: float = 3600.0,
+    ) -> AsyncIterator[pb.EvaluateResponse]: ...
 
     async def evaluate(
         self,
@@ -155,38 +149,8 @@ class Rollout(Closing):
 
         return await retry_until(time.monotonic() + deadline_seconds, attempt)
 
-    @abstractmethod
-    def watch_evaluation(
-        self,
-        evaluation_id: str,
-        datasets: Sequence[pb.EvalDataset],
-        *,
-        return_samples: bool = False,
-        deadline_seconds: float = 3600.0,
-    ) -> AsyncIterator[pb.EvaluateResponse]:
-        """Yields progress, and the samples if requested; the last message has the results."""
 
-    @abstractmethod
-    async def get_fleet(self, *, deadline_seconds: float | None = None) -> pb.GetFleetResponse:
-        """State of the engines, the router and production."""
-
-    @abstractmethod
-    async def pause_production(self) -> int:
-        """Stops producers from leasing groups; returns the number of samples that still finish."""
-
-    @abstractmethod
-    async def resume_production(self) -> None:
-        """Lets producers lease groups again."""
-
-    @abstractmethod
-    async def set_reward(self, *, address: str | None = None, scorer: str | None = None) -> pb.SetRewardResponse:
-        """Changes the reward service or the scorer from the next sample on.
-
-        None keeps the current one, and an empty scorer means the service's default.
-        """
-
-
-class RolloutClient(Rollout):
+class RolloutClient(EvaluationClient):
     """Speaks to one rollout service. Close it, or use it as a context."""
 
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS, run: str = "") -> None:
@@ -207,6 +171,11 @@ class RolloutClient(Rollout):
     async def generate(
         self, request: pb.GenerateRequest, *, deadline_seconds: float = 600.0
     ) -> AsyncIterator[pb.GenerateResponse]:
+        """Yields text as it is generated; the last message has the status and the policy ranges.
+
+        A response whose service ends goes on where it stopped, at the next that answers; its ranges are then those of
+        the tokens after that.
+        """
         replies = whole_response(request, self.begin_response, deadline_seconds=deadline_seconds)
         async with contextlib.aclosing(replies):
             async for reply in replies:
@@ -229,6 +198,7 @@ class RolloutClient(Rollout):
         return_samples: bool = False,
         deadline_seconds: float = 3600.0,
     ) -> AsyncIterator[pb.EvaluateResponse]:
+        """Yields progress, and the samples if requested; the last message has the results."""
         request = pb.EvaluateRequest(evaluation_id=evaluation_id, datasets=datasets, return_samples=return_samples)
         async for reply in stream(
             self._stub.Evaluate, self._named(request), deadline_seconds=deadline_seconds, peer=self._peer
@@ -236,8 +206,8 @@ class RolloutClient(Rollout):
             yield reply
 
     async def get_fleet(self, *, deadline_seconds: float | None = None) -> pb.GetFleetResponse:
-        reply: pb.GetFleetResponse = await self._call(self._stub.GetFleet, pb.GetFleetRequest(), deadline_seconds)
-        return reply
+        """State of the engines, the router and production."""
+        return await self._call(self._stub.GetFleet, pb.GetFleetRequest(), deadline_seconds)
 
     async def scale_fleet(self, num_engines: int, *, drain_seconds: float | None = None) -> pb.ScaleFleetResponse:
         """Asks for a fleet of `num_engines`; `get_fleet` shows how they come and go.
@@ -246,8 +216,7 @@ class RolloutClient(Rollout):
         ResourceExhausted where the machine's memory has no room for more.
         """
         request = pb.ScaleFleetRequest(num_engines=num_engines, drain_seconds=drain_seconds)
-        reply: pb.ScaleFleetResponse = await self._call(self._stub.ScaleFleet, request)
-        return reply
+        return await self._call(self._stub.ScaleFleet, request)
 
     # New weights
 
@@ -258,13 +227,12 @@ class RolloutClient(Rollout):
 
         A service that still starts its engines is waited for until the deadline.
         """
-        reply: pb.BeginPublishResponse = await self._call(self._stub.BeginPublish, request, deadline_seconds)
-        return reply
+        return await self._call(self._stub.BeginPublish, request, deadline_seconds)
 
     async def publish_bucket(self, publication_id: str, bucket: int, *, deadline_seconds: float) -> Sequence[str]:
         """Returns the engines lost so far, once all others have the bucket. Raises PublicationAborted."""
         request = pb.PublishBucketRequest(publication_id=publication_id, bucket=bucket)
-        reply: pb.PublishBucketResponse = await self._call(self._stub.PublishBucket, request, deadline_seconds)
+        reply = await self._call(self._stub.PublishBucket, request, deadline_seconds)
         return reply.lost_engine_ids
 
     async def commit_publish(
@@ -280,8 +248,7 @@ class RolloutClient(Rollout):
         request = pb.CommitPublishRequest(
             publication_id=publication_id, engine_checksums=expected, probe=probe.pack() if probe else None
         )
-        reply: pb.CommitPublishResponse = await self._call(self._stub.CommitPublish, request, deadline_seconds)
-        return reply
+        return await self._call(self._stub.CommitPublish, request, deadline_seconds)
 
     async def abort_publish(self, publication_id: str, reason: str) -> None:
         """Aborts the publication; does nothing when it has ended."""
@@ -290,30 +257,33 @@ class RolloutClient(Rollout):
     # Production
 
     async def pause_production(self) -> int:
-        reply: pb.PauseProductionResponse = await self._call(self._stub.PauseProduction, pb.PauseProductionRequest())
+        """Stops producers from leasing groups; returns the number of samples that still finish."""
+        reply = await self._call(self._stub.PauseProduction, pb.PauseProductionRequest())
         return reply.samples_in_flight
 
     async def resume_production(self) -> None:
+        """Lets producers lease groups again."""
         await self._call(self._stub.ResumeProduction, pb.ResumeProductionRequest())
 
     async def set_reward(self, *, address: str | None = None, scorer: str | None = None) -> pb.SetRewardResponse:
-        reply: pb.SetRewardResponse = await self._call(
-            self._stub.SetReward, pb.SetRewardRequest(address=address, scorer=scorer)
-        )
-        return reply
+        """Changes the reward service or the scorer from the next sample on.
+
+        None keeps the current one, and an empty scorer means the service's default.
+        """
+        return await self._call(self._stub.SetReward, pb.SetRewardRequest(address=address, scorer=scorer))
 
     # Devices that engines share with the trainer
 
     async def release_memory(self, epoch: int = 0, *, deadline_seconds: float) -> Sequence[str]:
         """Returns the engines that live on without memory, once none has any on a device. Raises Fenced."""
         request = pb.ReleaseMemoryRequest(epoch=epoch)
-        reply: pb.ReleaseMemoryResponse = await self._call(self._stub.ReleaseMemory, request, deadline_seconds)
+        reply = await self._call(self._stub.ReleaseMemory, request, deadline_seconds)
         return reply.engine_ids
 
     async def resume_memory(self, epoch: int, *, deadline_seconds: float) -> Sequence[str]:
         """Returns the engines that can take weights, once there is one. Raises Aborted where they were released."""
         request = pb.ResumeMemoryRequest(epoch=epoch)
-        reply: pb.ResumeMemoryResponse = await self._call(self._stub.ResumeMemory, request, deadline_seconds)
+        reply = await self._call(self._stub.ResumeMemory, request, deadline_seconds)
         return reply.engine_ids
 
     # Tasks of agents that are played elsewhere
@@ -341,10 +311,7 @@ class RolloutClient(Rollout):
             agent_function_path=agent_function_path,
         )
         seconds = deadline_seconds or self._deadline_seconds + wait_seconds
-        reply: pb.LeaseTasksResponse = await call_once(
-            self._stub.LeaseTasks, request, deadline_seconds=seconds, peer=self._peer
-        )
-        return reply
+        return await call_once(self._stub.LeaseTasks, request, deadline_seconds=seconds, peer=self._peer)
 
     def is_connected(self) -> bool:
         """True while a connection to the service stands: a call that is not answered waits for its work then."""
@@ -355,12 +322,12 @@ class RolloutClient(Rollout):
     ) -> Sequence[str]:
         """Returns the leases that have ended: what is played under them counts for nothing."""
         request = pb.RenewTasksRequest(host_id=host_id, lease_ids=lease_ids)
-        reply: pb.RenewTasksResponse = await self._call(self._stub.RenewTasks, request, deadline_seconds)
+        reply = await self._call(self._stub.RenewTasks, request, deadline_seconds)
         return reply.lost_lease_ids
 
     async def finish_task(self, request: pb.FinishTaskRequest, *, deadline_seconds: float | None = None) -> bool:
         """Ends a task, or returns it. False where its lease had ended before."""
-        reply: pb.FinishTaskResponse = await self._call(self._stub.FinishTask, request, deadline_seconds)
+        reply = await self._call(self._stub.FinishTask, request, deadline_seconds)
         return reply.accepted
 
     # Several runs on one service
@@ -371,9 +338,7 @@ class RolloutClient(Rollout):
         Raises FailedPrecondition, AlreadyExists or ResourceExhausted where the service cannot take the run.
         """
         request = pb.JoinRunRequest(run=self._run, job_json=job_json, base_digest=base_digest)
-        reply: pb.JoinRunResponse = await call_once(
-            self._stub.JoinRun, request, deadline_seconds=deadline_seconds, peer=self._peer
-        )
+        reply = await call_once(self._stub.JoinRun, request, deadline_seconds=deadline_seconds, peer=self._peer)
         return reply.lease_seconds
 
     async def leave_run(self, *, deadline_seconds: float) -> None:
@@ -386,7 +351,9 @@ class RolloutClient(Rollout):
             request.run = self._run  # type: ignore[attr-defined]  # those messages have it
         return request
 
-    async def _call(self, method: Any, request: Message, deadline_seconds: float | None = None) -> Any:
+    async def _call(
+        self, method: Callable[..., Awaitable[Reply]], request: Message, deadline_seconds: float | None = None
+    ) -> Reply:
         request = self._named(request)
         return await call(method, request, deadline_seconds=deadline_seconds or self._deadline_seconds, peer=self._peer)
 
@@ -407,8 +374,8 @@ def service_name(number: int) -> str:
     return f"rollout-{number}"
 
 
-class RolloutClients(Rollout):
-    """`Rollout` over all services, in the order of their addresses."""
+class RolloutClients(EvaluationClient):
+    """All services of a run, in the order of their addresses."""
 
     def __init__(
         self, addresses: Sequence[str], *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS, run: str = ""
@@ -500,7 +467,8 @@ class RolloutClients(Rollout):
         ready = [
             (-reply.policy_version, reply.samples_in_flight, number)
             for number, reply in enumerate(asked)
-            if isinstance(reply, pb.GetFleetResponse) and any(_is_ready(engine) for engine in reply.engines)
+            if isinstance(reply, pb.GetFleetResponse)
+            and any(engine.state == pb.ENGINE_STATE_READY for engine in reply.engines)
         ]
         return [self.services[number] for _, _, number in sorted(ready)]
 
@@ -528,8 +496,8 @@ class RolloutClients(Rollout):
         return await asyncio.gather(*map(tried, self.services))
 
 
-def _is_ready(engine: pb.Engine) -> bool:
-    return engine.state == pb.ENGINE_STATE_READY
+Rollout = RolloutClient | RolloutClients
+"""Both have the same methods; `services` are the clients of each service, in the order of their addresses."""
 
 
 def _merged(fleets: dict[int, pb.GetFleetResponse], silent: Sequence[int]) -> pb.GetFleetResponse:

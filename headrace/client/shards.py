@@ -12,8 +12,8 @@ import asyncio
 import hashlib
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import ExitStack, aclosing
 from itertools import count
 from typing import Any, TypeVar
 
@@ -21,12 +21,13 @@ from google.protobuf.message import Message
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.buffer import Buffer, BufferClient, SharedWaits
+from headrace.client.buffer import BatchClient, BufferClient, SharedWaits
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from headrace.limits import MAX_COUNTER, share_of_count, share_of_least, share_of_limit, whole_number
-from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS
+from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, merged_streams
 
 _Answer = TypeVar("_Answer")
+_Item = TypeVar("_Item")
 
 
 def shard_of_group(group_id: str, num_shards: int) -> int:
@@ -300,9 +301,10 @@ class ShardLeases:
 
 
 _MAX_REWINDS = 8
+_EVENTS_AHEAD = 1_000
 
 
-class ShardedBuffer(Buffer):
+class ShardedBuffer(BatchClient):
     """`BufferClient`'s methods over all shards, in the order of their addresses, which must never change."""
 
     def __init__(self, addresses: Sequence[str], *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
@@ -362,7 +364,7 @@ class ShardedBuffer(Buffer):
         """Leases of a shard that is down are in neither list: they get their full time when it is back."""
         parts = self._parts(lease_ids, group_of_lease)
         found = await asyncio.gather(
-            *(self._leases.clients[k].renew_leases([lease_ids[i] for i in part]) for k, part in parts.items()),
+            *(self._leases.clients[k].renew_leases(part) for k, part in parts.items()),
             return_exceptions=True,
         )
         merged = pb.RenewLeasesResponse()
@@ -373,7 +375,7 @@ class ShardedBuffer(Buffer):
 
     async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None:
         parts = self._parts(releases, lambda release: group_of_lease(release.lease_id))
-        await asyncio.gather(*(self.shards[k].release_leases([releases[i] for i in part]) for k, part in parts.items()))
+        await asyncio.gather(*(self.shards[k].release_leases(part) for k, part in parts.items()))
 
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
         """Each shard's part is stored whole or not at all; a repeated put is a duplicate where it was stored."""
@@ -388,12 +390,9 @@ class ShardedBuffer(Buffer):
     ) -> pb.RetryGroupsResponse:
         """Each shard's part is queued again whole or not at all; without ids every shard retries."""
         request, parts = request_id or uuid.uuid4().hex, self._parts(group_ids, lambda group_id: group_id)
-        asked = parts if group_ids else dict.fromkeys(range(len(self.shards)), ())
+        asked = parts if group_ids else {k: [] for k in range(len(self.shards))}
         replies = await asyncio.gather(
-            *(
-                self.shards[k].retry_groups(stream, [group_ids[i] for i in part], request_id=request)
-                for k, part in asked.items()
-            )
+            *(self.shards[k].retry_groups(stream, part, request_id=request) for k, part in asked.items())
         )
         return pb.RetryGroupsResponse(**_joined(sum, replies, "num_groups", "num_failed"))
 
@@ -403,10 +402,7 @@ class ShardedBuffer(Buffer):
         """Each shard's part is dropped whole or not at all."""
         request, parts = request_id or uuid.uuid4().hex, self._parts(group_ids, lambda group_id: group_id)
         replies = await asyncio.gather(
-            *(
-                self.shards[k].drop_groups(stream, [group_ids[i] for i in part], reason, request_id=request)
-                for k, part in parts.items()
-            )
+            *(self.shards[k].drop_groups(stream, part, reason, request_id=request) for k, part in parts.items())
         )
         return pb.DropGroupsResponse(**_joined(sum, replies, "num_groups", "num_batches"))
 
@@ -475,32 +471,16 @@ class ShardedBuffer(Buffer):
 
     async def watch(
         self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
-    ) -> AsyncIterator[pb.LedgerEvent]:
+    ) -> AsyncGenerator[pb.LedgerEvent]:
         """Merges all shards' histories in the order of arrival. `position` is the shard's own."""
         if from_position > 1:
             raise InvalidArgument(
                 f"position {from_position} belongs to one shard: watch that one of `shards` from there, or all from 0"
             )
-        events: asyncio.Queue[pb.LedgerEvent] = asyncio.Queue(maxsize=1_000)
-
-        async def read(shard: BufferClient) -> None:
-            async for event in shard.watch(stream, from_position, deadline_seconds=deadline_seconds):
-                await events.put(event)
-
-        readers = [asyncio.create_task(read(shard)) for shard in self.shards]
-        try:
-            while True:
-                event = asyncio.create_task(events.get())
-                await asyncio.wait({event, *readers}, return_when=asyncio.FIRST_COMPLETED)
-                if not event.done():
-                    event.cancel()
-                    next(reader for reader in readers if reader.done()).result()
-                    return
-                yield event.result()
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+        parts = [shard.watch(stream, from_position, deadline_seconds=deadline_seconds) for shard in self.shards]
+        async with aclosing(merged_streams(parts, _EVENTS_AHEAD)) as events:
+            async for event in events:
+                yield event
 
     async def list_groups(
         self,
@@ -514,10 +494,7 @@ class ShardedBuffer(Buffer):
         """Pages through one shard after the other; newest change first within a shard."""
         if group_ids:
             parts = self._parts(group_ids, lambda group_id: group_id)
-            replies = [
-                await self.shards[k].list_groups(stream, states, group_ids=[group_ids[i] for i in part])
-                for k, part in parts.items()
-            ]
+            replies = [await self.shards[k].list_groups(stream, states, group_ids=part) for k, part in parts.items()]
             return pb.ListGroupsResponse(groups=[group for reply in replies for group in reply.groups])
         k, _, token = page_token.partition(":")
         at = int(k or 0)
@@ -544,9 +521,10 @@ class ShardedBuffer(Buffer):
     def _shard_of(self, group_id: str) -> int:
         return shard_of_group(group_id, len(self.shards))
 
-    def _parts(self, items: Sequence[Any], group_of: Callable[[Any], str]) -> Mapping[int, list[int]]:
-        """Maps a shard to the indices of its items."""
-        return grouped(self._shard_of(group_of(item)) for item in items)
+    def _parts(self, items: Sequence[_Item], group_of: Callable[[_Item], str]) -> dict[int, list[_Item]]:
+        """Each shard's items."""
+        shards = [self._shard_of(group_of(item)) for item in items]
+        return {k: [items[i] for i in part] for k, part in grouped(shards).items()}
 
     async def _routed(
         self,

@@ -14,10 +14,10 @@ from functools import cache, wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
-from headrace.client.buffer import Buffer
-from headrace.client.open import open_buffer, open_rollout
+from headrace.client.open import Buffer, open_buffer, open_rollout
 from headrace.client.reward import RewardClient
-from headrace.client.rollout import Rollout
+from headrace.client.rollout import Rollout, RolloutClients
+from headrace.client.shards import ShardedBuffer
 from headrace.client.trainer import TrainerClient
 from headrace.errors import FailedPrecondition
 from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing
@@ -121,27 +121,27 @@ class SyncBuffer(_Sync[Buffer]):
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         super().__init__(lambda: open_buffer(address, deadline_seconds=deadline_seconds))
 
-    create_stream = _call(Buffer.create_stream)
-    delete_stream = _call(Buffer.delete_stream)
-    list_streams = _call(Buffer.list_streams)
-    submit_prompts = _call(Buffer.submit_prompts)
-    lease_groups = _call(Buffer.lease_groups)
-    renew_leases = _call(Buffer.renew_leases)
-    release_leases = _call(Buffer.release_leases)
-    put_groups = _call(Buffer.put_groups)
-    retry_groups = _call(Buffer.retry_groups)
-    drop_groups = _call(Buffer.drop_groups)
-    rewind = _call(Buffer.rewind)
-    try_lease_batch = _call(Buffer.try_lease_batch)
-    lease_batch = _call(Buffer.lease_batch)
-    fetch_samples = _call(Buffer.fetch_samples)
-    consume = _call(Buffer.consume)
-    commit = _call(Buffer.commit)
-    set_policy_version = _call(Buffer.set_policy_version)
-    list_groups = _call(Buffer.list_groups)
-    stats = _call(Buffer.stats)
-    damage = _call(Buffer.damage)
-    watch = _stream(Buffer.watch)
+    create_stream = _call(ShardedBuffer.create_stream)
+    delete_stream = _call(ShardedBuffer.delete_stream)
+    list_streams = _call(ShardedBuffer.list_streams)
+    submit_prompts = _call(ShardedBuffer.submit_prompts)
+    lease_groups = _call(ShardedBuffer.lease_groups)
+    renew_leases = _call(ShardedBuffer.renew_leases)
+    release_leases = _call(ShardedBuffer.release_leases)
+    put_groups = _call(ShardedBuffer.put_groups)
+    retry_groups = _call(ShardedBuffer.retry_groups)
+    drop_groups = _call(ShardedBuffer.drop_groups)
+    rewind = _call(ShardedBuffer.rewind)
+    try_lease_batch = _call(ShardedBuffer.try_lease_batch)
+    lease_batch = _call(ShardedBuffer.lease_batch)
+    fetch_samples = _call(ShardedBuffer.fetch_samples)
+    consume = _call(ShardedBuffer.consume)
+    commit = _call(ShardedBuffer.commit)
+    set_policy_version = _call(ShardedBuffer.set_policy_version)
+    list_groups = _call(ShardedBuffer.list_groups)
+    stats = _call(ShardedBuffer.stats)
+    damage = _call(ShardedBuffer.damage)
+    watch = _stream(ShardedBuffer.watch)
 
 
 class SyncRollout(_Sync[Rollout]):
@@ -151,13 +151,13 @@ class SyncRollout(_Sync[Rollout]):
         """`run`: the one that asks, where several share the service."""
         super().__init__(lambda: open_rollout(address, deadline_seconds=deadline_seconds, run=run))
 
-    generate = _stream(Rollout.generate)
-    evaluate = _call(Rollout.evaluate)
-    watch_evaluation = _stream(Rollout.watch_evaluation)
-    get_fleet = _call(Rollout.get_fleet)
-    pause_production = _call(Rollout.pause_production)
-    resume_production = _call(Rollout.resume_production)
-    set_reward = _call(Rollout.set_reward)
+    generate = _stream(RolloutClients.generate)
+    evaluate = _call(RolloutClients.evaluate)
+    watch_evaluation = _stream(RolloutClients.watch_evaluation)
+    get_fleet = _call(RolloutClients.get_fleet)
+    pause_production = _call(RolloutClients.pause_production)
+    resume_production = _call(RolloutClients.resume_production)
+    set_reward = _call(RolloutClients.set_reward)
 
 
 class SyncReward(_Sync[RewardClient]):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from google.protobuf.message import Message
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
-from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing, call, connect, resumed, stream
+from headrace.rpc.client import DEFAULT_DEADLINE_SECONDS, Closing, Reply, call, connect, resumed, stream
 
 # A save or an export waits for the end of the current step and then writes all the weights.
 _LONG_DEADLINE_SECONDS = 3600.0
@@ -31,8 +30,7 @@ class TrainerClient(Closing):
 
     async def status(self) -> pb.GetStatusResponse:
         """State of the training loop."""
-        reply: pb.GetStatusResponse = await self._call(self._stub.GetStatus, pb.GetStatusRequest())
-        return reply
+        return await self._call(self._stub.GetStatus, pb.GetStatusRequest())
 
     async def watch_progress(self, from_step: int = 0) -> AsyncIterator[pb.WatchProgressResponse]:
         """Yields every finished step from `from_step` on until the run ends, also over restarts of the trainer.
@@ -58,7 +56,7 @@ class TrainerClient(Closing):
 
     async def pause(self) -> int:
         """Pauses the loop; returns the step that it stops before."""
-        reply: pb.PauseResponse = await self._call(self._stub.Pause, pb.PauseRequest())
+        reply = await self._call(self._stub.Pause, pb.PauseRequest())
         return reply.step
 
     async def resume(self) -> None:
@@ -67,19 +65,19 @@ class TrainerClient(Closing):
     async def save_checkpoint(self, *, request_id: str | None = None) -> pb.SaveCheckpointResponse:
         """Returns when the checkpoint is durable."""
         request = pb.SaveCheckpointRequest(request_id=request_id or uuid.uuid4().hex)
-        reply: pb.SaveCheckpointResponse = await self._call(self._stub.SaveCheckpoint, request, _LONG_DEADLINE_SECONDS)
-        return reply
+        return await self._call(self._stub.SaveCheckpoint, request, _LONG_DEADLINE_SECONDS)
 
     async def export_model(self, path: Path) -> pb.ExportModelResponse:
         """Writes a Hugging Face folder at an absolute path of the trainer's machine."""
         request = pb.ExportModelRequest(path=str(path))
-        reply: pb.ExportModelResponse = await self._call(self._stub.ExportModel, request, _LONG_DEADLINE_SECONDS)
-        return reply
+        return await self._call(self._stub.ExportModel, request, _LONG_DEADLINE_SECONDS)
 
     async def stop(self) -> int:
         """Asks the run to save and end; returns the step that it stops before."""
-        reply: pb.StopResponse = await self._call(self._stub.Stop, pb.StopRequest())
+        reply = await self._call(self._stub.Stop, pb.StopRequest())
         return reply.step
 
-    async def _call(self, method: Callable[..., Any], request: Message, seconds: float | None = None) -> Any:
+    async def _call(
+        self, method: Callable[..., Awaitable[Reply]], request: Message, seconds: float | None = None
+    ) -> Reply:
         return await call(method, request, deadline_seconds=seconds or self._deadline_seconds, peer=self._peer)

@@ -73,8 +73,7 @@ class _Stream:
             max_groups=number,
             wait_seconds=wait_seconds,
         )
-        reply: pb.LeaseGroupsResponse = await ask(self.stub.LeaseGroups, request)
-        return reply
+        return await ask(self.stub.LeaseGroups, request)
 
     async def put(self, *puts: pb.GroupPut) -> Sequence[pb.PutResult]:
         results: Sequence[pb.PutResult] = (await ask(self.stub.PutGroups, pb.PutGroupsRequest(groups=puts))).results
@@ -87,8 +86,7 @@ class _Stream:
 
     async def batch(self, epoch: int, step: int, *, wait_seconds: float = _WAIT_SECONDS) -> pb.LeaseBatchResponse:
         request = pb.LeaseBatchRequest(stream=self.name, epoch=epoch, step=step, wait_seconds=wait_seconds)
-        reply: pb.LeaseBatchResponse = await ask(self.stub.LeaseBatch, request)
-        return reply
+        return await ask(self.stub.LeaseBatch, request)
 
     async def consume(self, epoch: int, step: int, digest: bytes) -> int:
         request = pb.ConsumeBatchRequest(stream=self.name, epoch=epoch, step=step, digest=digest)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.errors import HeadraceError
-from headrace.rpc.client import call_once
+from headrace.rpc.client import Reply, call_once
 
 CALL_SECONDS = 60.0
 """As long as one answer may take."""
@@ -50,7 +50,7 @@ async def results(checks: Sequence[Check[T]], subject: T) -> AsyncIterator[Resul
             yield Result(promise, None)
 
 
-async def ask(method: Callable[..., Any], request: Any) -> Any:
+async def ask(method: Callable[..., Awaitable[Reply]], request: Any) -> Reply:
     """Returns the answer. Raises the error that stands for its status."""
     return await call_once(method, request, deadline_seconds=CALL_SECONDS)
 

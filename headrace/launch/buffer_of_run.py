@@ -18,7 +18,7 @@ from headrace.client.buffer import BufferClient
 from headrace.disk import lock
 from headrace.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from headrace.job.schema.job import Job
-from headrace.launch.process import ServiceProcess
+from headrace.launch.process import GRACE_SECONDS, ServiceProcess
 from headrace.launch.specs import processes, specs
 from headrace.process.log_file import tail
 from headrace.rpc.net import free_port
@@ -54,8 +54,10 @@ async def buffer_of_run(
         readers: list[ServiceProcess] = []
         for each in specs(job, BUFFER, folder, config=source.job_file):
             log_file = folder.logs / f"{each.name}-reader.log"
-            readers.append(await ServiceProcess.start(replace(each, name=f"{each.name} reader", log_file=log_file)))
-            stack.push_async_callback(readers[-1].stop)
+            reader = ServiceProcess(replace(each, name=f"{each.name} reader", log_file=log_file))
+            await reader.start()
+            stack.push_async_callback(reader.stop, GRACE_SECONDS)
+            readers.append(reader)
         await asyncio.gather(*(_answering(reader, start_seconds) for reader in readers))
         yield address
 

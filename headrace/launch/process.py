@@ -74,52 +74,40 @@ class ServiceSpec:
         return True
 
 
-class ServiceProcess:
-    """A service that was started and can be ended."""
+class ServiceProcess(Child):
+    """The process of a service. `held` listens at the spec's held port."""
 
-    def __init__(self, spec: ServiceSpec, process: Child) -> None:
+    def __init__(self, spec: ServiceSpec, held: socket.socket | None = None) -> None:
         self.spec = spec
-        self._process = process
-
-    @classmethod
-    async def start(cls, spec: ServiceSpec, held: socket.socket | None = None) -> ServiceProcess:
-        """Returns once the process exists; it is not healthy yet. `held` listens at the spec's held port."""
-        if spec.exit_status is not None:
-            spec.exit_status.unlink(missing_ok=True)
         descriptors = [held.fileno()] if held else []
-        process = Child(
+        super().__init__(
             [*spec.command, *(f"--listener={number}" for number in descriptors)],
             spec.log_file,
             spec.environment,
             orphan_seconds=GRACE_SECONDS,
             descriptors=descriptors,
         )
-        await process.start()
-        return cls(spec, process)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs; 128 + n when signal n ended it."""
-        return self._process.exit_code
+    async def start(self) -> None:
+        """Returns once the process exists; it is not healthy yet."""
+        if self.spec.exit_status is not None:
+            self.spec.exit_status.unlink(missing_ok=True)
+        await super().start()
 
     def ended_with(self, code: int) -> str:
         """Its exit code in words, with the memory that it had if it was killed."""
-        return meaning(code, self._process.resident_bytes)
+        return meaning(code, self.resident_bytes)
 
     @property
     def doing(self) -> str:
         """The last event that it logged; before that, the libraries that it loads."""
-        said = doing(self.spec.log_file, self._process.log_start)
+        said = doing(self.log_file, self.log_start)
         return f", last: {said}" if said else f": loading {self.spec.loads}" if self.spec.loads else ""
 
     @property
     def why(self) -> str:
         """The reason why it ended: its last error, else the end of its log."""
-        file, start = self.spec.log_file, self._process.log_start
+        file, start = self.log_file, self.log_start
         if not self.spec.keeps_exit_code and (told := self._told):
             return f"{told.message}\n    (its log is {file})"
         error = self.last_error
@@ -127,28 +115,24 @@ class ServiceProcess:
 
     @property
     def last_error(self) -> str | None:
-        return last_error(self.spec.log_file, self._process.log_start)
+        return last_error(self.log_file, self.log_start)
 
     @property
     def last_words(self) -> str:
         """Its last message to a person."""
         if told := self._told:
             return f"{self.spec.name}: {told.message}"
-        return last_words(self.spec.name, self.spec.log_file, self._process.log_start)
+        return last_words(self.spec.name, self.log_file, self.log_start)
 
     async def wait(self) -> int:
         """Returns its exit code when it and all its descendants have ended."""
-        code = await self._process.wait()
+        code = await super().wait()
         told = None if self.spec.keeps_exit_code else self._told
         return told.exit_code if code and told else code
 
     @property
     def _told(self) -> ExitStatus | None:
         return ExitStatus.read(self.spec.exit_status) if self.spec.exit_status else None
-
-    async def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Asks it to end, and kills it after the grace period. Idempotent."""
-        await self._process.stop(grace_seconds)
 
 
 def grace_seconds(metrics_file: Path) -> float:

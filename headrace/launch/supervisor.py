@@ -140,7 +140,8 @@ class Supervisor:
             _require_free(spec)
         spec.take_restart_request()  # of a process that is no more
         self._started_at[spec.name].append(time.monotonic())
-        process = await ServiceProcess.start(spec, held)
+        process = ServiceProcess(spec, held)
+        await process.start()
         self._running[spec.name] = process
         self._changed({name: each.pid for name, each in self._running.items()})
         healthy = await self._healthy(process)
@@ -177,7 +178,7 @@ class Supervisor:
                 )
             if time.monotonic() - said > self._policy.progress_seconds:
                 said = time.monotonic()
-                self._tell(_starting(process, said - started))
+                self._tell(f"{process.spec.name} is starting, {said - started:.0f} s so far{process.doing}")
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
         return False
 
@@ -245,10 +246,6 @@ def _listening(spec: ServiceSpec) -> Iterator[socket.socket | None]:
         ) from error
     with held:
         yield held
-
-
-def _starting(process: ServiceProcess, seconds: float) -> str:
-    return f"{process.spec.name} is starting, {seconds:.0f} s so far{process.doing}"
 
 
 def _require_free(spec: ServiceSpec) -> None:

@@ -229,7 +229,7 @@ async def audit_ledger(
     ledgers: list[AuditedLedger] = []
     found: list[Finding] = []
     num_payloads = 0
-    before = _lines_so_far(record_file)
+    before = len(read_record(record_file).lines) if record_file.is_file() else 0
     async with AsyncExitStack() as stack:
         for each in address.split(","):
             buffer = await stack.enter_async_context(BufferClient(each, deadline_seconds=timeout_seconds))
@@ -248,10 +248,6 @@ async def audit_ledger(
         num_samples=sum(len(line.sample_ids) for line in record.last_lines.values()),
         num_payloads=num_payloads if deep else None,
     )
-
-
-def _lines_so_far(record_file: Path) -> int:
-    return len(read_record(record_file).lines) if record_file.is_file() else 0
 
 
 def _record_of(record_file: Path, ledgers: Sequence[AuditedLedger]) -> Record:

@@ -15,8 +15,7 @@ from typing import Any
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.buffer import Buffer
-from headrace.client.open import open_buffer
+from headrace.client.open import Buffer, open_buffer
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.limits import to_json
 from headrace.sample_log import Answer, SampleLog

@@ -59,12 +59,8 @@ def _value(text: str) -> Any:
     return text if UNSET in text else literal(text.strip("'\""))
 
 
-def _files(value: Any) -> list[str]:
-    return [str(file) for file in (value if isinstance(value, list | tuple) else [value])]
-
-
 def _val_files(migration: Migration, source: str, value: Any, settings: Values) -> None:
-    files = [Path(file) for file in _files(value)]
+    files = [Path(str(file)) for file in (value if isinstance(value, list | tuple) else [value])]
     stems = [file.stem for file in files]
     named = [file.stem if stems.count(file.stem) == 1 else f"{file.parent.name}-{file.stem}" for file in files]
     pairs = [word for name, file in zip(named, files, strict=True) for word in (name, str(file))]

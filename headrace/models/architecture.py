@@ -157,7 +157,7 @@ class Vision:
     an image is (https://arxiv.org/abs/2406.04334)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A decoder; names are Megatron's."""
 
@@ -171,51 +171,51 @@ class Architecture:
     max_position_embeddings: int
     vocab_size: int
     rotary_base: float
-    rotary_percent: float
-    rotary_interleaved: bool
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
     norm_epsilon: float
-    normalization: str
+    normalization: str = "RMSNorm"
     swiglu: bool
     """Else the MLP's gate has GELU, in its tanh form."""
-    squared_relu: bool
+    squared_relu: bool = False
     """MLPs have no gate, and squared ReLU."""
-    scaled_embeddings: bool
+    scaled_embeddings: bool = False
     """They are multiplied by √hidden_size, rounded to their type, and the output layer is not."""
-    softmax_scale: float | None
+    softmax_scale: float | None = None
     """None: 1 / √kv_channels."""
-    qk_layernorm: bool
-    qk_norm_over_heads: bool
+    qk_layernorm: bool = False
+    qk_norm_over_heads: bool = False
     """The norm of queries is over all heads together, and so is the norm of keys; else over each head."""
     add_qkv_bias: bool
-    pre_norms: bool
+    pre_norms: bool = True
     """Norms before attention and MLP."""
-    post_norms: bool
+    post_norms: bool = False
     """Norms behind attention and MLP too, before the residual is added."""
-    unrotated_layers: Sequence[int]
+    unrotated_layers: Sequence[int] = ()
     """Layers, counted from 0, whose attention has no positions at all."""
     untie_embeddings_and_output_weights: bool
     rope_scaling: Llama3Rope | YarnRope | LinearRope | None
-    experts: Experts | None
-    windows: Windows | None
-    attention_sinks: bool
+    experts: Experts | None = None
+    windows: Windows | None = None
+    attention_sinks: bool = False
     """Each head has one more logit than it has keys, which is learned and takes weight from them
     (https://arxiv.org/abs/2309.17453)."""
-    add_bias_linear: bool
+    add_bias_linear: bool = False
     """Every linear layer has a bias: those of attention, of routers and of experts."""
-    swiglu_limit: float | None
+    swiglu_limit: float | None = None
     """Gate and up are clamped to it; gate × sigmoid(1.702 gate) × (up + 1) is in the place of SwiGLU."""
-    latent_attention: LatentAttention | None
-    linear_attention: LinearAttention | Mamba | None
-    mlp_layers: Sequence[int] | None
+    latent_attention: LatentAttention | None = None
+    linear_attention: LinearAttention | Mamba | None = None
+    mlp_layers: Sequence[int] | None = None
     """Layers, counted from 0, that are an MLP or experts alone; the others are attention alone. None: each has both."""
-    attention_output_gate: bool
+    attention_output_gate: bool = False
     """Each head's output is multiplied by a sigmoid gate, which the query projection gives too."""
-    layernorm_zero_centered_gamma: bool
+    layernorm_zero_centered_gamma: bool = False
     """Norms multiply by 1 + weight."""
-    kept: Sequence[str]
+    kept: Sequence[str] = ()
     """The beginnings of names of tensors that are not trained and stay as they are: of layers that predict further
     tokens, of a vision tower."""
-    vision: Vision | None
+    vision: Vision | None = None
     """None: a model of text alone."""
 
 
@@ -236,34 +236,11 @@ def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
         "max_position_embeddings": raw["max_position_embeddings"],
         "vocab_size": raw["vocab_size"],
         "rotary_base": float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
         "norm_epsilon": raw["rms_norm_eps"],
-        "normalization": "RMSNorm",
         "swiglu": "swiglu" in particular or _is_swiglu(raw),
-        "squared_relu": False,
-        "scaled_embeddings": False,
-        "softmax_scale": None,
-        "qk_layernorm": False,
-        "qk_norm_over_heads": False,
         "add_qkv_bias": bool(raw.get("attention_bias", False)),
-        "pre_norms": True,
-        "post_norms": False,
-        "unrotated_layers": (),
         "untie_embeddings_and_output_weights": not raw.get("tie_word_embeddings", False),
         "rope_scaling": None if "rope_scaling" in particular else llama3_rope(raw),
-        "experts": None,
-        "windows": None,
-        "attention_sinks": False,
-        "add_bias_linear": False,
-        "swiglu_limit": None,
-        "latent_attention": None,
-        "linear_attention": None,
-        "mlp_layers": None,
-        "attention_output_gate": False,
-        "layernorm_zero_centered_gamma": False,
-        "kept": (),
-        "vision": None,
     }
     return Architecture(**fields | particular)
 

@@ -7,7 +7,8 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -27,21 +28,31 @@ DEFAULT_DEADLINE_SECONDS = 300.0
 """As long as services wait for one another while one of them is restarted."""
 
 
-async def call(method: Callable[..., Any], request: Any, *, deadline_seconds: float, peer: str = "the server") -> Any:
+Reply = TypeVar("Reply")
+
+
+async def call(
+    method: Callable[..., Awaitable[Reply]], request: Any, *, deadline_seconds: float, peer: str = "the server"
+) -> Reply:
     """One unary call. Made again until the deadline while the server is away or its disk full; raises its error.
 
     `peer`: who is asked, for the message where nobody answers: "the buffer at host:port".
     """
 
-    async def attempt(left: float) -> Any:
+    async def attempt(left: float) -> Reply:
         return await call_once(method, request, deadline_seconds=left, peer=peer)
 
     return await retry_until(time.monotonic() + deadline_seconds, attempt)
 
 
 async def call_once(
-    method: Callable[..., Any], request: Any, *, deadline_seconds: float, peer: str = "the server", waits: bool = True
-) -> Any:
+    method: Callable[..., Awaitable[Reply]],
+    request: Any,
+    *,
+    deadline_seconds: float,
+    peer: str = "the server",
+    waits: bool = True,
+) -> Reply:
     """One unary call. It `waits` for a server that cannot be reached, and raises what the server answers."""
     try:
         return await method(request, timeout=deadline_seconds, wait_for_ready=waits)
@@ -160,7 +171,7 @@ def connect(address: str) -> grpc.aio.Channel:
         ("grpc.use_local_subchannel_pool", 1),
     ]
     folder, token = tls_of(), token_of()
-    shows_token = folder is not None or _is_of_this_machine(address)
+    shows_token = folder is not None or all(Address.parse(place).is_loopback for place in address.split("|"))
     added = interceptors(lambda: [(_AUTHORIZATION, f"Bearer {token()}")]) if token and shows_token else []
     if tracing.is_on():
         added = [*added, *interceptors(tracing.metadata)]
@@ -168,10 +179,6 @@ def connect(address: str) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(target, options=options, interceptors=added or None)
     options += [("grpc.ssl_target_name_override", SERVICE_NAME), ("grpc.default_authority", SERVICE_NAME)]
     return grpc.aio.secure_channel(target, channel_credentials(folder), options=options, interceptors=added or None)
-
-
-def _is_of_this_machine(address: str) -> bool:
-    return all(Address.parse(place).is_loopback for place in address.split("|"))
 
 
 def _target(address: str) -> str:
@@ -231,6 +238,43 @@ async def resumed(
                     await channel.channel_ready()
             except TimeoutError:
                 raise error from None
+
+
+M = TypeVar("M")
+
+
+async def merged_streams(streams: Sequence[AsyncGenerator[M]], most_waiting: int) -> AsyncGenerator[M]:
+    """Every message of every stream, once; raises the first error of one. Close it: the streams' work ends with it.
+
+    At most `most_waiting` messages are read ahead of a slow reader.
+    """
+    found = asyncio.Queue[tuple[M] | Exception | None](most_waiting)
+
+    async def read(stream: AsyncGenerator[M]) -> None:
+        try:
+            async with aclosing(stream):
+                async for message in stream:
+                    await found.put((message,))
+        except Exception as error:  # noqa: BLE001  # it is raised to the reader
+            await found.put(error)
+        else:
+            await found.put(None)
+
+    reading = [asyncio.create_task(read(stream)) for stream in streams]
+    num_left = len(reading)
+    try:
+        while num_left:
+            match await found.get():
+                case None:
+                    num_left -= 1
+                case Exception() as error:
+                    raise error
+                case (message,):
+                    yield message
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
 
 
 class Closing(ABC):

@@ -129,13 +129,10 @@ class _File:
         return self._of_parquet() if self._source.path.endswith(".parquet") else self._of_jsonl()
 
     def _of_jsonl(self) -> Iterator[tuple[int, Any]]:
-        first, end = self._source.first_row, self._source.end_row
-        with open(self._source.path, "rb") as file:
-            for number, row in rows_of(file, self._source.path):
-                if end is not None and number > end:
-                    return
-                if number > first:
-                    yield number, row if self._goes_on() else None
+        source = self._source
+        with open(source.path, "rb") as file:
+            for number, row in rows_of(file, source.path, source.first_row, source.end_row):
+                yield number, row if self._goes_on() else None
 
     def _of_parquet(self) -> Iterator[tuple[int, Prompt | None]]:
         from services.buffer.prompts.parquet import ParquetRows  # pyarrow: only for those who have such files

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.limits import from_json
-from headrace.protobuf import Payload, read_varint, varint
+from headrace.protobuf import Payload, fields, read_varint
 from headrace.trajectory import (
     COLUMN_DTYPES,
     DTYPES,
@@ -36,61 +34,29 @@ from headrace.trajectory import (
     check_shape,
     check_token_ids,
     gaps,
-    pack_column,
     parsed_payload,
 )
 
-# The columns of a payload, without copies where it is large: they are slices of it.
-# A payload is walked by the headers of its fields; those of `rows`, which a producer writes first, are compared with
-# the bytes that they must be. What is not encoded as every encoder writes it is parsed by the generated class.
+# The columns of a payload, without copies where it is large: they are slices of it. A large payload is walked by the
+# headers of its fields. What is not encoded as every encoder writes it is parsed by the generated class.
 
 Column = tuple[str, int, tuple[int, ...], Payload]
 """(name, dtype, shape, data)."""
 
-_COPIED_BYTES = 16 << 10
-"""Up to this size a copy costs less than slices of a memoryview."""
+_PARSED_BYTES = 16 << 10
+"""Up to this size the generated class is faster than a walk, and its copies cost little."""
 _JSON_TAGS = frozenset((4 << 3 | 2, 5 << 3 | 2, 7 << 3 | 2, 8 << 3 | 2))
 _TEXT_TAGS = frozenset((1 << 3 | 2, 2 << 3 | 2, 3 << 3 | 2)) | _JSON_TAGS
 _COLUMN_TAG = 6 << 3 | 2
-_HEADER_TAGS = 1 << 3 | 2, 2 << 3, 3 << 3 | 2
-"""The tags of a column's name, dtype and shape, in this order."""
-_DATA_TAG = 4 << 3 | 2
-_ONE_BYTE = 127
-"""The largest number in a byte of its own."""
-_HEADER_BYTES = 256
-"""The part of a column before its data: a name of 128 bytes and 8 dimensions fit."""
-_ROWS_KEPT = 1 << 14
+_NAME_TAG, _DTYPE_TAG, _SHAPE_TAG, _DATA_TAG = 1 << 3 | 2, 2 << 3, 3 << 3 | 2, 4 << 3 | 2
+"""Of a column."""
 
 
-class TokenRow(msgspec.Struct, frozen=True, gc=False):
-    """The required form of a column with one entry per token, and the bytes of a payload in front of its data."""
-
-    name: str
-    dtype: int
-    shape: tuple[int, ...]
-    num_bytes: int
-    header: bytes
-
-
-@lru_cache(_ROWS_KEPT)
-def row_of(name: str, length: int) -> TokenRow:
-    """Returns the row of `length` entries, which nothing is allocated for."""
-    column = pack_column(name, np.empty(0, COLUMN_DTYPES[name]))
-    column.shape[:] = [length]
-    num_bytes = length * COLUMN_DTYPES[name].itemsize
-    header = column.SerializeToString() + (bytes([_DATA_TAG]) + varint(num_bytes) if num_bytes else b"")
-    header = bytes([_COLUMN_TAG]) + varint(len(header) + num_bytes) + header
-    return TokenRow(name, column.dtype, (length,), num_bytes, header)
-
-
-def columns_of(sample_id: str, payload: Payload, rows: Sequence[TokenRow] = ()) -> list[Column]:
-    """Raises InvalidArgument for bytes that are no payload, and for text that is not the JSON object it should be.
-
-    Columns that are `rows`, in their order, are found fastest.
-    """
-    data = bytes(payload) if len(payload) <= _COPIED_BYTES else memoryview(payload)
-    with suppress(IndexError, ValueError):  # not protobuf, or not as every encoder writes it
-        return list(_walked(data, rows))
+def columns_of(sample_id: str, payload: Payload) -> list[Column]:
+    """Raises InvalidArgument for bytes that are no payload, and for text that is not the JSON object it should be."""
+    if len(payload) > _PARSED_BYTES:
+        with suppress(IndexError, ValueError):  # not protobuf, or not as every encoder writes it
+            return list(_walked(memoryview(payload)))
     message = parsed_payload(sample_id, bytes(payload))
     texts = message.metadata_json, message.sampling_params_json, message.train_metadata_json, message.hook_json
     for text in texts:
@@ -99,58 +65,34 @@ def columns_of(sample_id: str, payload: Payload, rows: Sequence[TokenRow] = ()) 
     return [(column.name, column.dtype, tuple(column.shape[:]), column.data) for column in message.columns]
 
 
-def _walked(data: Payload, rows: Sequence[TokenRow]) -> Iterator[Column]:
-    at = num_found = 0
-    while at < len(data):
-        tag = data[at]
-        if tag == _COLUMN_TAG and num_found < len(rows):
-            expected = rows[num_found]
-            start = at + len(expected.header)
-            end = start + expected.num_bytes
-            if data[at:start] == expected.header and end <= len(data):
-                yield expected.name, expected.dtype, expected.shape, data[start:end]
-                num_found += 1
-                at = end
-                continue
-        length, at = read_varint(data, at + 1)
-        contents = data[at : at + length]
-        if len(contents) < length:
-            raise ValueError("cut off")
-        at += length
+def _walked(data: memoryview) -> Iterator[Column]:
+    for tag, _, start, end in fields(data, 0, len(data)):
         if tag == _COLUMN_TAG:
-            yield _column(contents)
+            yield _column(data[start:end])
         elif tag in _TEXT_TAGS:
-            text = str(contents, "utf-8")
+            text = str(data[start:end], "utf-8")
             if tag in _JSON_TAGS:
                 from_json(text)
         else:
             raise ValueError(f"the field of the tag {tag}")
 
 
-def _column(view: Payload) -> Column:
-    header = bytes(view[:_HEADER_BYTES])
-    dtype_at = 2 + header[1]
-    shape_at = dtype_at + 4
-    shape_end = shape_at + header[shape_at - 1]
-    tags = header[0], header[dtype_at], header[dtype_at + 2]
-    if tags != _HEADER_TAGS or max(header[1], header[dtype_at + 1], header[shape_at - 1]) > _ONE_BYTE:
-        raise ValueError("a column of other fields")
-    shape: list[int] = []
-    at = shape_at
-    while at < shape_end:
-        length, at = read_varint(header, at)
-        shape.append(length)
-    num_bytes, data_at = (0, at) if at == len(view) else _data(header, at)
-    if at != shape_end or data_at + num_bytes != len(view):
-        raise ValueError("a column of other fields")
-    return header[2:dtype_at].decode(), header[dtype_at + 1], tuple(shape), view[data_at:]
-
-
-def _data(header: bytes, at: int) -> tuple[int, int]:
-    """(length, where the data begins)."""
-    if header[at] != _DATA_TAG:
-        raise ValueError("a column of other fields")
-    return read_varint(header, at + 1)
+def _column(view: memoryview) -> Column:
+    name, dtype, shape, data = "", 0, list[int](), view[:0]
+    for tag, _, start, end in fields(view, 0, len(view)):
+        if tag == _NAME_TAG:
+            name = str(view[start:end], "utf-8")
+        elif tag == _DTYPE_TAG:
+            dtype, _ = read_varint(view, start)
+        elif tag == _SHAPE_TAG:
+            while start < end:
+                length, start = read_varint(view, start)
+                shape.append(length)
+        elif tag == _DATA_TAG:
+            data = view[start:end]
+        else:
+            raise ValueError("a column of other fields")
+    return name, dtype, tuple(shape), data
 
 
 # A put's payload is checked here, so that a trainer can read it; `headrace.trajectory` has the rules.
@@ -238,16 +180,15 @@ def _check_columns(envelope: _Envelope, payload: Payload, values: _Values) -> Pa
     """The loss mask, unless it lies out of line: of those columns the envelope and the header agree."""
     outside = {column.name: column.num_bytes for column in envelope.out_of_line} if envelope.out_of_line else {}
     prompt_tokens, response_tokens = envelope.prompt_tokens, envelope.response_tokens
-    rows = _rows(prompt_tokens + response_tokens, response_tokens)
-    columns = columns_of(envelope.sample_id, payload, tuple(rows.values()))
+    lengths = _lengths(prompt_tokens + response_tokens, response_tokens)
+    columns = columns_of(envelope.sample_id, payload)
     mask: Payload | None = None
     for name, dtype, shape, data in columns:
         if name in outside:
-            _check_outside(name, dtype, shape, data, outside[name], rows)
+            _check_outside(name, dtype, shape, data, outside[name], lengths)
             continue
-        row = rows.get(name)
-        if row is None or dtype != row.dtype or shape != row.shape or len(data) != row.num_bytes:
-            _check_other(name, dtype, shape, data, rows)
+        if not _is_row(name, dtype, shape, data, lengths):
+            _check_other(name, dtype, shape, data, lengths)
             continue
         values.add(name, data, envelope)
         if name == LOSS_MASK:
@@ -275,17 +216,20 @@ def _check_sampling_mask(columns: Sequence[Column], outside: Mapping[str, int], 
     check_sampling_mask("", tokens[len(tokens) - response_tokens :], arrays)
 
 
-_Rows = Mapping[str, TokenRow]
+_Lengths = Mapping[str, int]
 
 
-def _rows(num_tokens: int, response_tokens: int) -> _Rows:
-    """Returns what the columns with one entry per token must be, in the order in which producers write them."""
-    return {
-        TOKENS: row_of(TOKENS, num_tokens),
-        LOSS_MASK: row_of(LOSS_MASK, response_tokens),
-        ROLLOUT_LOG_PROBS: row_of(ROLLOUT_LOG_PROBS, response_tokens),
-        TEACHER_LOG_PROBS: row_of(TEACHER_LOG_PROBS, response_tokens),
-    }
+def _lengths(num_tokens: int, response_tokens: int) -> _Lengths:
+    """Returns how many entries the columns with one for each token must have."""
+    return {TOKENS: num_tokens, **dict.fromkeys((LOSS_MASK, ROLLOUT_LOG_PROBS, TEACHER_LOG_PROBS), response_tokens)}
+
+
+def _is_row(name: str, dtype: int, shape: tuple[int, ...], data: Payload, lengths: _Lengths) -> bool:
+    """True for a column with one entry for each token that has the right type and size."""
+    if name not in lengths or dtype not in DTYPES:
+        return False
+    kind, length = COLUMN_DTYPES[name], lengths[name]
+    return DTYPES[dtype] == kind and shape == (length,) and len(data) == length * kind.itemsize
 
 
 def _check_names(names: Sequence[str], outside: Mapping[str, int]) -> None:
@@ -296,19 +240,21 @@ def _check_names(names: Sequence[str], outside: Mapping[str, int]) -> None:
         raise InvalidArgument(f"the payload lacks the columns {sorted((_REQUIRED | outside.keys()) - seen)}")
 
 
-def _check_other(name: str, number: int, shape: tuple[int, ...], data: Payload, rows: _Rows) -> None:
+def _check_other(name: str, number: int, shape: tuple[int, ...], data: Payload, lengths: _Lengths) -> None:
     """A column that is no row as it should be: it has a name that says nothing here, or another rank by right."""
     dtype = _dtype(name, number)
     check_shape(name, dtype, shape, len(data))
     if name in COLUMN_DTYPES:
         values: NDArray[Any] = np.frombuffer(data, dtype).reshape(shape)
         if name == ROUTED_EXPERTS:
-            check_experts(name, values, rows[TOKENS].shape[0])
+            check_experts(name, values, lengths[TOKENS])
         else:
-            check_row(name, values, rows[name].shape[0] if name in rows else None)
+            check_row(name, values, lengths.get(name))
 
 
-def _check_outside(name: str, number: int, shape: tuple[int, ...], data: Payload, num_bytes: int, rows: _Rows) -> None:
+def _check_outside(
+    name: str, number: int, shape: tuple[int, ...], data: Payload, num_bytes: int, lengths: _Lengths
+) -> None:
     """A column out of line: what can be known without its bytes."""
     dtype = _dtype(name, number)
     check_shape(name, dtype, shape, num_bytes)
@@ -316,13 +262,13 @@ def _check_outside(name: str, number: int, shape: tuple[int, ...], data: Payload
         raise InvalidArgument(f"column {name} is out of line, but has {len(data)} bytes in the payload, too")
     if name not in COLUMN_DTYPES:
         return
-    rank, length = 1, rows[LOSS_MASK].shape[0]
+    rank, length = 1, lengths[LOSS_MASK]
     if name == ROUTED_EXPERTS:
-        rank, length = 3, max(rows[TOKENS].shape[0] - 1, 0)
+        rank, length = 3, max(lengths[TOKENS] - 1, 0)
     elif name == SAMPLING_MASK:
         length = shape[0]  # its counts say it
-    elif name in rows:
-        length = rows[name].shape[0]
+    elif name in lengths:
+        length = lengths[name]
     if (dtype, len(shape)) != (COLUMN_DTYPES[name], rank) or shape[0] != length:
         raise InvalidArgument(
             f"column {name} is {dtype} {list(shape)}, must be {COLUMN_DTYPES[name]} of {length} tokens"

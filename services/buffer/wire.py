@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
-import msgspec
-import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
@@ -22,8 +19,6 @@ from headrace.limits import (
     MAX_ENVELOPE_BYTES,
     MAX_GROUP_ENVELOPE_BYTES,
     MAX_ID_CHARACTERS,
-    MAX_JSON_BYTES,
-    MAX_JSON_DEPTH,
     MAX_MESSAGES,
     MAX_NAME_CHARACTERS,
     MAX_PARTIAL_BYTES,
@@ -37,11 +32,12 @@ from headrace.limits import (
     MAX_TAG_CHARACTERS,
     MAX_TAGS,
     cut_text,
-    from_json,
     require_at_most,
     require_between,
     require_bytes,
     require_id,
+    require_json_array,
+    require_json_object,
     require_name,
     require_some,
     shown,
@@ -105,7 +101,6 @@ def add_to_server(servicer: Any, server: Any) -> None:
 
 
 _DIGEST_BYTES = 32
-_STRINGS = re.compile(rb'"(?:[^"\\\\]|\\\\.)*"', re.DOTALL)
 
 
 def check_prompt(message: sample_pb2.Prompt, field: str) -> None:
@@ -120,41 +115,15 @@ def check_prompt(message: sample_pb2.Prompt, field: str) -> None:
         require_at_most(len(message.messages.messages), MAX_MESSAGES, f"{field}.messages")
         for turn in message.messages.messages:
             require_name(turn.role, f"{field}.messages.role")
-            check_json(turn.extra_json, "{", f"{field}.messages.extra_json")
-    check_json(message.metadata_json, "{", f"{field}.metadata_json")
-    check_json(message.tools_json, "[", f"{field}.tools_json")
-    check_json(message.hook_json, "{", f"{field}.hook_json")
-    if others := sorted(from_json(message.hook_json).keys() - {LABEL_IS_JSON}):
+            require_json_object(turn.extra_json, f"{field}.messages.extra_json")
+    require_json_object(message.metadata_json, f"{field}.metadata_json")
+    require_json_array(message.tools_json, f"{field}.tools_json")
+    if others := sorted(require_json_object(message.hook_json, f"{field}.hook_json").keys() - {LABEL_IS_JSON}):
         raise InvalidArgument(
             f"{field}.hook_json has {shown(others)}: only the job's own data source may set them, since they name code "
             f"to run. A client may set {LABEL_IS_JSON}",
             field=f"{field}.hook_json",
         )
-
-
-def check_json(text: str, opening: str, field: str) -> None:
-    """Raises InvalidArgument unless the text is empty or JSON that begins with `opening`. It decodes no values."""
-    if not text:
-        return
-    data = text.encode()
-    require_bytes(len(data), MAX_JSON_BYTES, field)
-    try:
-        msgspec.json.decode(data, type=msgspec.Raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"{field} is not JSON: {shown(text)}: {error}", field=field) from error
-    if not data.lstrip().startswith(opening.encode()):
-        raise InvalidArgument(f"{field} must begin with {opening}, is {shown(text)}", field=field)
-    if _depth(data) > MAX_JSON_DEPTH:
-        raise InvalidArgument(f"{field} is nested deeper than {MAX_JSON_DEPTH} levels", field=field)
-
-
-def _depth(data: bytes) -> int:
-    """Counts how deeply objects and arrays are nested in JSON that parses."""
-    if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
-        return 0
-    bare = np.frombuffer(_STRINGS.sub(b"", data), np.uint8)
-    steps = np.isin(bare, (ord("["), ord("{"))).astype(np.int32) - np.isin(bare, (ord("]"), ord("}")))
-    return int(steps.cumsum().max(initial=0))
 
 
 def check_envelope(envelope: sample_pb2.SampleEnvelope, num_bytes: int, payload_bytes: int) -> None:

@@ -46,11 +46,8 @@ def scorers_of(prompts: PromptPath, metadata_key: str | None) -> dict[str, Score
     if not path.is_file() or path.stat().st_size > MAX_EVAL_FILE_BYTES:
         return found
     with path.open("rb") as file:
-        for number, row in rows_of(file, path):
-            if prompts.end_row is not None and number > prompts.end_row:
-                break
-            if number > prompts.first_row:
-                count_scorer(found, _scorer_of_line(row, metadata_key), f"{path.name}, line {number}")
+        for number, row in rows_of(file, path, prompts.first_row, prompts.end_row):
+            count_scorer(found, _scorer_of_line(row, metadata_key), f"{path.name}, line {number}")
     return found
 
 

@@ -46,8 +46,6 @@ from services.reward.registry import (
 )
 from services.reward.swap import NamedScorer, Swap, SwapFile, Trial, checked_share
 
-Choice = tuple[ScoreItem, Scorer] | ScoreError
-"""An item with its scorer, or the error that it has none."""
 ScoreWith = Callable[[Scorer, Sequence[ScoreItem]], Awaitable[list[ScoreResult]]]
 
 LOAD_SECONDS = 120.0
@@ -237,7 +235,6 @@ class LiveScorers:
     def shadow(
         self,
         items: Sequence[ScoreItem | ScoreError],
-        choices: Sequence[Choice],
         results: Sequence[ScoreResult],
         score_with: ScoreWith,
     ) -> None:
@@ -247,7 +244,7 @@ class LiveScorers:
             return
         pairs = [
             (item, result)
-            for item, choice, result in zip(items, choices, results, strict=True)
+            for item, result in zip(items, results, strict=True)
             if isinstance(item, ScoreItem) and isinstance(result, Score) and trial.takes(item.group_id)
         ]
         if not pairs:
@@ -264,7 +261,7 @@ class LiveScorers:
         try:
             others = await score_with(candidate, [item for item, _ in pairs])
             compared = [
-                _comparison(item, paid, other)
+                comparison(item, paid, other)
                 for (item, paid), other in zip(pairs, others, strict=True)
                 if isinstance(other, Score)
             ]
@@ -337,7 +334,7 @@ def _said_of(reward: RewardSection) -> str:
     return reward.custom_rm_path or reward.rm_type or ""
 
 
-def _comparison(item: ScoreItem, paid: Score, other: Score) -> Comparison:
+def comparison(item: ScoreItem, paid: Score, other: Score) -> Comparison:
     return Comparison(
         sample_id=item.item_id,
         group_id=item.group_id,

@@ -23,8 +23,8 @@ from headrace.rpc.log import drop_logs
 from headrace.run_folder import RunFolder
 from headrace.sample_log import Answer, SampleLog
 from headrace.score import Score, ScoreItem, ScoreResult
-from headrace.shadow_log import Comparison, as_line
-from services.reward.live_scorers import scorer_named, settings_of, workers_for
+from headrace.shadow_log import as_line
+from services.reward.live_scorers import comparison, scorer_named, settings_of, workers_for
 from services.reward.registry import Registry
 from services.reward.scoring import BatchScorer, RewardMetrics
 
@@ -87,19 +87,8 @@ def _item(answer: Answer) -> ScoreItem:
 def _line(answer: Answer, result: ScoreResult) -> str:
     if not isinstance(result, Score):
         return canonical({"sample_id": answer.sample_id, "reason": result.reason, "message": result.message})
-    return as_line(
-        Comparison(
-            sample_id=answer.sample_id,
-            group_id=answer.group_id,
-            response_tokens=answer.response_tokens,
-            live=answer.scorer,
-            live_version=answer.scorer_version,
-            live_reward=answer.reward or 0.0,
-            shadow=result.scorer,
-            shadow_version=result.scorer_version,
-            shadow_reward=result.value,
-        )
-    )
+    paid = Score(answer.reward or 0.0, answer.scorer, answer.scorer_version)
+    return as_line(comparison(_item(answer), paid, result))
 
 
 def _answers(run: RunFolder, step: int | None) -> Iterator[Answer]:

@@ -27,7 +27,7 @@ from headrace.rpc.log import log
 from headrace.score import SCORER_ABSTAINED, SCORER_UNAVAILABLE, Score, ScoreError, ScoreItem, ScoreResult
 from headrace.trajectory import check_reward
 from services.reward.composition import combined, is_passed
-from services.reward.live_scorers import Choice, LiveScorers
+from services.reward.live_scorers import LiveScorers
 from services.reward.registry import (
     KILLED_BY,
     Builtin,
@@ -45,6 +45,9 @@ from services.reward.registry import (
     version_of,
 )
 from services.reward.scorers.answers import after_thinking, boxed
+
+Choice = tuple[ScoreItem, Scorer] | ScoreError
+"""An item with its scorer, or the error that it has none."""
 
 
 class RewardMetrics:
@@ -147,7 +150,7 @@ class BatchScorer:
                 choices = [self._choice(item, scorer, evaluation) for item in known]
                 results = await self._scored(choices, next(self._calls))
             if self._live and not evaluation:
-                self._live.shadow(items, choices, results, self.score_with)
+                self._live.shadow(items, results, self.score_with)
             return results
         finally:
             self._in_flight[peer] -= len(items)

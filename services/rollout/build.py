@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from headrace.client.buffer import Buffer
+from headrace.client.open import Buffer
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
 from headrace.job.eval_sets import eval_sets, own_functions
@@ -42,7 +42,7 @@ from services.rollout.evaluation.function import EvalFunction
 from services.rollout.evaluation.runner import SAMPLES_AT_ONCE, EvalRunner
 from services.rollout.fleet_build import EngineParts, capacity, engine_parts, joined_parts
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.generator import StopStrings
+from services.rollout.production.generator import StopStrings, request_ender
 from services.rollout.production.groups import GroupSampler, Teacher, UntrainedSamples
 from services.rollout.production.hooks import (
     AllSamples,
@@ -59,10 +59,9 @@ from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, Sampler, job_params
 from services.rollout.production.supervised import SupervisedParts, supervised_parts
 from services.rollout.publication.receiver import Receiver
-from services.rollout.rollout_function import LeasedGroups, ObservedLedger, StepSampler
-from services.rollout.runs import Runs
+from services.rollout.rollout_function import LeasedGroups, StepSampler
 from services.rollout.scoring import SampleScorer
-from services.rollout.service import RolloutParts, RolloutService, Startable
+from services.rollout.service import RolloutParts, RolloutService, Runs, Startable
 
 _SHARES_OF_AN_ENGINE = 4
 """The least number of parts of a step at an engine, where there are enough samples: one more or less matters less."""
@@ -127,14 +126,6 @@ _ANSWER_SECONDS = 1.0
 """A call for fewer groups than a step's begins when the ledger has had none for so long."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepFunction:
-    """The sampler of a producer, and the ledger that it leases from."""
-
-    sampler: StepSampler
-    ledger: ObservedLedger
-
-
 def step_function(
     job: Job,
     args: HookArgs,
@@ -142,7 +133,7 @@ def step_function(
     buffer: Buffer,
     metrics: RolloutMetrics,
     warn: Callable[[str], None],
-) -> StepFunction | None:
+) -> StepSampler | None:
     """Returns None for a job without a rollout function."""
     path = job.rollout.rollout_function_path
     if path is None:
@@ -153,12 +144,11 @@ def step_function(
         stats = await buffer.stats(STREAM)
         return stats.step + stats.groups["READY"] // groups_per_step
 
-    groups = LeasedGroups(groups_at_once(job.rollout))
-    sampler = StepSampler(
+    return StepSampler(
         path,
         args,
         engines.weights,
-        groups,
+        LeasedGroups(groups_at_once(job.rollout)),
         job_params(job.rollout),
         next_step,
         groups_per_step=groups_per_step,
@@ -167,8 +157,6 @@ def step_function(
         warn=warn,
         ended=metrics.background_work_ended,
     )
-    ledger = BufferLedger(buffer, STREAM, wait_seconds=_ANSWER_SECONDS)
-    return StepFunction(sampler, ObservedLedger(ledger, groups))
 
 
 def eval_function(job: Job, args: HookArgs, weights: ServedWeights) -> EvalFunction | None:
@@ -348,7 +336,7 @@ class _Build:
         return WithPreScoreHooks(sampler, self.sample_hooks) if self.sample_hooks else sampler
 
     @cached_property
-    def steps(self) -> StepFunction | None:
+    def steps(self) -> StepSampler | None:
         """The user's function that samples whole steps."""
         return step_function(self.job, self._custom_args, self.engines, self.buffer, self.metrics, self.warn)
 
@@ -392,7 +380,7 @@ class _Build:
         return RolloutParts(
             encoder=self.encoder,
             generator=self.engines.generator,
-            sampler=self.steps.sampler if self.steps else self.sampler,
+            sampler=self.steps or self.sampler,
             scorer=self.scorer,
             evaluator=self.evaluator(),
             fleet=fleet,
@@ -420,7 +408,7 @@ class _Build:
             return self.host.scaler
         return Scaler(self.fleet, capacity(self.job, has_accelerator=self.has_accelerator), self.metrics)
 
-    def runs(self) -> Runs[RolloutParts]:
+    def runs(self) -> Runs:
         """The other runs, whose parts are built as this one's is."""
         slots = samples_at_once(self.job.rollout)
         return Runs(self.job, self.joined, self.turns, slots, self.metrics.background_work_ended)
@@ -430,7 +418,7 @@ class _Build:
         some: Sequence[Startable | None] = (
             self.custom,
             self.agents,
-            self.steps.sampler if self.steps else None,
+            self.steps,
             self.by_function,
             self.all_samples,
             self.sample_hooks,
@@ -441,22 +429,26 @@ class _Build:
 
     @cached_property
     def producer(self) -> Producer:
-        steps = self.steps
+        ledger = BufferLedger(self.buffer, STREAM)
+        if self.steps:
+            ledger = BufferLedger(
+                self.buffer, STREAM, wait_seconds=_ANSWER_SECONDS, answered=self.steps.groups.answered
+            )
         return Producer(
-            steps.ledger if steps else BufferLedger(self.buffer, STREAM),
+            ledger,
             self.groups(),
             (lambda: self.engines.weights.policy_version) if self.job.asks_engines else (lambda: MAX_COUNTER),
             self.metrics,
             max_groups_in_flight=groups_at_once(self.job.rollout),
             interrupt=None if self.host else self.fleet.interrupt,
+            end_requests=None if self.host else request_ender(lambda: self.fleet.engines),
         )
 
     def groups(self) -> GroupSampler:
         job, supervised = self.job, self.supervised
-        sampler = self.steps.sampler if self.steps else self.sampler
         return GroupSampler(
             supervised.encoder if supervised else self.encoder,
-            supervised.sampler if supervised else sampler,
+            supervised.sampler if supervised else self.steps or self.sampler,
             None if supervised else self.scorer,
             self.params,
             rollout_seed=job.data.rollout_seed,

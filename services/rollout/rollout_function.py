@@ -33,7 +33,6 @@ from services.rollout.engine.fleet import Activity
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.groups import GroupFiltered, LeaseReturned
 from services.rollout.production.hooks import SampleCodec, UserFunction, WeightsRefused
-from services.rollout.production.producer import ProducerLedger
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
 # Groups that the producer has leased, on their way through a rollout function.
@@ -151,32 +150,6 @@ class LeasedGroups:
 
     async def _wait(self) -> None:
         await self._news.wait()
-
-
-class ObservedLedger:
-    """A producer's ledger whose answers the leased groups are told of."""
-
-    def __init__(self, ledger: ProducerLedger, groups: LeasedGroups) -> None:
-        self._ledger = ledger
-        self._groups = groups
-
-    async def lease(self, max_groups: int) -> buffer_pb2.LeaseGroupsResponse:
-        """Waits some seconds for the first group; may return none."""
-        answer = await self._ledger.lease(max_groups)
-        self._groups.answered(answer)
-        return answer
-
-    async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
-        """Returns the ids of leases that have ended."""
-        return await self._ledger.renew(lease_ids)
-
-    async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
-        """Ends a lease with a result."""
-        return await self._ledger.put(group)
-
-    async def release(self, releases: Sequence[buffer_pb2.LeaseRelease]) -> None:
-        """Returns leases unfinished; their groups are queued again."""
-        await self._ledger.release(releases)
 
 
 # One call of a rollout function: the groups that it has taken, and how each of them ends.
@@ -395,7 +368,7 @@ class StepSampler:
         self._path = path
         self._args = args
         self._weights = weights
-        self._groups = groups
+        self.groups = groups
         self._params = params
         self._next_step = next_step
         self._groups_per_step = groups_per_step
@@ -429,17 +402,17 @@ class StepSampler:
         """
         self.in_flight += len(requests)
         try:
-            return await self._groups.samples(requests)
+            return await self.groups.samples(requests)
         finally:
             self.in_flight -= len(requests)
 
     async def _run(self) -> None:
         while True:
-            await self._step(await self._groups.enough(self._groups_per_step))
+            await self._step(await self.groups.enough(self._groups_per_step))
 
     async def _step(self, num_groups: int) -> None:
         rollout_id = await self._rollout_id()
-        call = StepCall(self._path, self._groups, self._samples, self._weights, self._activity)
+        call = StepCall(self._path, self.groups, self._samples, self._weights, self._activity)
         path = Path(self._folder.name) / "data_source"
         work = (self._call_args(num_groups), rollout_id, self._params.for_engine(), str(path))
         log.info("rollout_function_called", hook=self._path, rollout_id=rollout_id, groups=num_groups)

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 import numpy as np
@@ -35,6 +34,7 @@ from headrace.limits import (
     require_name,
 )
 from headrace.publication import Probe
+from headrace.rpc.client import merged_streams
 from headrace.rpc.net import Address
 from headrace.trajectory import (
     ROLLOUT_LOG_PROBS,
@@ -56,48 +56,8 @@ from services.rollout.production.prompts import EncodedPrompt, IncrementalDetoke
 from services.rollout.publication.plan import plan_from_proto
 from services.rollout.service import RolloutParts
 
-T = TypeVar("T")
-
 _WAITING = 4
-"""Parts of each stream that may wait for a slow reader."""
-
-
-async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Every part of every stream, once; raises the first error of one. Close it: the streams' work ends with it."""
-    merged = _Merged[T](_WAITING * len(streams))
-    reading = [asyncio.create_task(merged.read(stream)) for stream in streams]
-    try:
-        for _ in streams:
-            while part := await merged.next():
-                yield part[0]
-    finally:
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-
-
-class _Merged(Generic[T]):
-    def __init__(self, size: int) -> None:
-        self._parts = asyncio.Queue[tuple[T] | tuple[()] | Exception](size)
-
-    async def read(self, stream: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for part in stream:
-                    await self._parts.put((part,))
-        except Exception as error:  # noqa: BLE001  # it is raised to the reader
-            await self._parts.put(error)
-        else:
-            await self._parts.put(())
-
-    async def next(self) -> tuple[T] | tuple[()]:
-        """Empty at the end of one of the streams."""
-        part = await self._parts.get()
-        if isinstance(part, Exception):
-            raise part
-        return part
-
-
+"""Parts of each response that may wait for a slow reader."""
 _DRAIN_SECONDS = 30.0
 
 
@@ -252,7 +212,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             if request.prompt_log_probs and len(prompt.tokens) > 1:
                 scored = np.asarray(await self._parts.score(prompt, adapter), dtype=np.float32)
             responses = [self._response(request, prompt, begun, index, adapter) for index in range(max(1, request.n))]
-            async with contextlib.aclosing(merge_streams(responses)) as replies:
+            async with contextlib.aclosing(merged_streams(responses, _WAITING * len(responses))) as replies:
                 async for reply in replies:
                     if scored is not None and reply.status and not reply.index:
                         reply.prompt_log_probs.CopyFrom(pack_column("prompt_log_probs", scored))

@@ -2,8 +2,9 @@
 
 `python -m tests.bench.agents MODEL`: a real engine and both kinds of conversation in turn, as many at once with as many
 turns. The bare loop sends token ids and appends what comes, and between them the tokens that the chat template writes.
-Agents are the `openai` package in headrace's worker processes; their requests go through the endpoint, and their
-sessions are recorded and become samples. CPU seconds are those of the engine and of all other processes here.
+Agents are the `openai` package in headrace's worker processes, with one HTTP client for each process, as the bare loop
+has one. Their requests go through the endpoint, and their sessions are recorded and become samples. CPU seconds are
+those of the engine and of all other processes here.
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ from tests.support.processes.buffer_server import served_buffer
 QUESTION = "Tell me a long story about a river and a mill."
 FURTHER = "And then?"
 AGENT = f"""
-from openai import AsyncOpenAI
+from functools import cache
+
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+http = cache(DefaultAsyncHttpxClient)
 
 
 async def run(args, task, base_url):
+    client = AsyncOpenAI(base_url=base_url, api_key="none", http_client=http())
     messages = [{{"role": "user", "content": task.prompt}}]
-    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
-        for _ in range(args.max_turns):
-            answer = await client.chat.completions.create(model="policy", messages=messages)
-            messages.append({{"role": "assistant", "content": answer.choices[0].message.content}})
-            messages.append({{"role": "user", "content": {FURTHER!r}}})
+    for _ in range(args.max_turns):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        messages.append({{"role": "assistant", "content": answer.choices[0].message.content}})
+        messages.append({{"role": "user", "content": {FURTHER!r}}})
     return 0.0
 """
 

@@ -68,7 +68,8 @@ class Clients:
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
             buffer = await stack.enter_async_context(BufferClient(self.addresses["buffer"]))
             reward = await stack.enter_async_context(RewardClient(self.addresses["reward"]))
-            rollout = await stack.enter_async_context(open_rollout(self.addresses["rollout"]))
+            rollout = open_rollout(self.addresses["rollout"])
+            await stack.enter_async_context(rollout)
             trainer = await stack.enter_async_context(TrainerClient(self.addresses["trainer"]))
             openai = await stack.enter_async_context(AsyncOpenAI(base_url=f"{self._openai_url}/v1", api_key="none"))
             stubs = {name: await stack.enter_async_context(self._channel(name)) for name in self.addresses}

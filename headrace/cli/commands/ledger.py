@@ -33,8 +33,8 @@ from headrace.cli.arg_types import (
     stream_option,
 )
 from headrace.cli.runs import address_of, find_run
-from headrace.client.buffer import Buffer, BufferClient
-from headrace.client.open import open_buffer
+from headrace.client.buffer import BufferClient
+from headrace.client.open import Buffer, open_buffer
 from headrace.errors import DataLoss, InvalidArgument
 from headrace.launch.buffer_of_run import buffer_of_run
 from headrace.ledger_tools.audit_run import TIMEOUT_SECONDS, Audit, audit_ledger, described

@@ -21,8 +21,7 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.cli.arg_types import COUNT, COUNT_FROM_ZERO, TEXT, buffer_address_option, run_argument, stream_option
 from headrace.cli.runs import find_run, require_answer
 from headrace.cli.view.lines import printable
-from headrace.client.buffer import Buffer
-from headrace.client.open import open_buffer
+from headrace.client.open import Buffer, open_buffer
 from headrace.errors import NotFound, Unavailable
 from headrace.inspect_logs import require_inspect, write_logs, write_page
 from headrace.launch.buffer_of_run import living_buffer

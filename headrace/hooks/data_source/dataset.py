@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.sample import Sample
 from headrace.images import with_images
-from headrace.prompts import content_of, label_as_given, parse_row, required, table, value_at
+from headrace.prompts import content_of, label_as_given, parse_row, required, rows_of, value_at
+
+if TYPE_CHECKING:  # a job's schema is most of what the processes of user code would import
+    from headrace.job.schema.section import PromptPath
 
 
 class Dataset:
@@ -74,34 +78,28 @@ def _copy(sample: Sample) -> Sample:
 
 
 def _samples(args: HookArgs, text: str) -> Iterator[Sample]:
-    # Imports the job's schema, which other hooks do without.
     from headrace.job.schema.section import PromptPath
 
     part = PromptPath.parse(text)
-    for number, row in enumerate(_rows(str(part.path))):
-        if number < part.first_row or (isinstance(row, bytes) and not row.strip()):
-            continue
-        if part.end_row is not None and number >= part.end_row:
-            return
+    for number, row in _rows(part):
         try:
             yield _sample(args, parse_row(row), part.path.parent)
         except InvalidArgument as error:
             if not args.skip_bad_lines:
                 raise InvalidArgument(
-                    f"{part.path}, line {number + 1}: {error.message}: correct it, or set skip_bad_lines"
+                    f"{part.path}, line {number}: {error.message}: correct it, or set skip_bad_lines"
                 ) from error
 
 
-def _rows(path: str) -> Iterator[Any]:
-    if path.endswith(".parquet"):
+def _rows(part: PromptPath) -> Iterator[tuple[int, Any]]:
+    if part.path.suffix == ".parquet":
         import pyarrow.parquet as pq  # takes a quarter of a second: only for those who have such files
 
-        for batch in pq.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+        rows = (row for batch in pq.ParquetFile(part.path).iter_batches() for row in batch.to_pylist())
+        yield from islice(enumerate(rows, 1), part.first_row, part.end_row)
     else:
-        with open(path, "rb") as file:
-            rows = table(file, path)
-            yield from file if rows is None else rows
+        with open(part.path, "rb") as file:
+            yield from rows_of(file, part.path, part.first_row, part.end_row)
 
 
 def _sample(args: HookArgs, row: dict[str, Any], folder: Path) -> Sample:

@@ -247,7 +247,10 @@ async def _result_of(program: Program, limits: Limits, stdin: str) -> SandboxRes
         return SandboxResult(f"error: it ran longer than {limits.seconds:g} s", None, program.has_begun())
     if program.exceeded:
         return SandboxResult(f"error: it took more than {program.exceeded}", -signal.SIGKILL, program.has_begun())
-    return SandboxResult(_cut(written.decode(errors="replace"), limits.max_characters), exit_code, program.has_begun())
+    text, most = written.decode(errors="replace"), limits.max_characters
+    if len(text) > most:
+        text = f"{text[:most]}\n… cut: more than {most} characters"
+    return SandboxResult(text, exit_code, program.has_begun())
 
 
 @asynccontextmanager
@@ -795,7 +798,3 @@ def _kill_tree(pid: int) -> None:
                 os.kill(each, signal.SIGKILL)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}\n… cut: more than {most} characters"

@@ -73,11 +73,7 @@ def check_hook(
     the trainer's hooks the signature alone is checked: calling them needs a model. A filter takes what a group's
     reward takes, so it has to be named.
     """
-    return asyncio.run(_check(path, kind, args or _args_without_a_job(), reward_model_path))
-
-
-def _args_without_a_job() -> HookArgs:
-    return HookArgs({**default_args(), "max_turns": _TURNS})
+    return asyncio.run(_check(path, kind, args or HookArgs({**default_args(), "max_turns": _TURNS}), reward_model_path))
 
 
 async def _check(path: str, kind: str | None, args: HookArgs, reward_model_path: str | None) -> CheckReport:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -40,33 +39,11 @@ Placed = list[dict[str, PayloadPlace]]
 """For each call: the places of its payloads by key."""
 
 
-class Files(Protocol):
-    """One folder of files that are written once. A name is durable after `sync_folder`, contents after `sync`."""
-
-    def names(self) -> list[str]: ...
-
-    def create(self, name: str) -> None: ...
-
-    def write(self, name: str, parts: Sequence[Payload]) -> None:
-        """Writes the parts one after the other from the file's start."""
-
-    def sync(self, name: str) -> None: ...
-
-    def sync_folder(self) -> None: ...
-
-    def read(self, name: str, offset: int, num_bytes: int) -> bytes:
-        """Reads at most `num_bytes`; fewer at the end of the file. Raises FileNotFoundError."""
-
-    def size(self, name: str) -> int:
-        """Raises FileNotFoundError."""
-
-    def delete(self, name: str) -> None: ...
-
-    def free_bytes(self) -> int: ...
-
-
 class DiskFiles:
-    """The real ones. Several threads may call it at once."""
+    """One folder of files that are written once. Several threads may call it at once.
+
+    A name is durable after `sync_folder`, contents after `sync`.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +56,7 @@ class DiskFiles:
         (self._folder / name).touch(exist_ok=False)
 
     def write(self, name: str, parts: Sequence[Payload]) -> None:
+        """Writes the parts one after the other from the file's start."""
         with (self._folder / name).open("r+b", buffering=0) as file:
             for first in range(0, len(parts), _IOV_MAX):
                 some = parts[first : first + _IOV_MAX]
@@ -96,10 +74,12 @@ class DiskFiles:
         sync(self._folder)
 
     def read(self, name: str, offset: int, num_bytes: int) -> bytes:
+        """Reads at most `num_bytes`; fewer at the end of the file. Raises FileNotFoundError."""
         with (self._folder / name).open("rb", buffering=0) as file:
             return os.pread(file.fileno(), num_bytes, offset)
 
     def size(self, name: str) -> int:
+        """Raises FileNotFoundError."""
         return (self._folder / name).stat().st_size
 
     def delete(self, name: str) -> None:
@@ -113,7 +93,7 @@ class DiskFiles:
 class PayloadFiles:
     """`write` may be called beside any other method; those that change what is named, by one thread."""
 
-    def __init__(self, files: Files, retry: Callable[[Callable[[], Placed]], Placed]) -> None:
+    def __init__(self, files: DiskFiles, retry: Callable[[Callable[[], Placed]], Placed]) -> None:
         """`retry` repeats a write that stored nothing while the disk is full."""
         self._files = files
         self._retry = retry

@@ -27,7 +27,7 @@ from headrace.rpc.log import log
 from services.buffer.ledger.state import Transaction
 from services.buffer.store import release_0_1, salvage
 from services.buffer.store.base import CopiedFile, Damage
-from services.buffer.store.payload_files import DiskFiles, Files, PayloadFiles
+from services.buffer.store.payload_files import DiskFiles, PayloadFiles
 from services.buffer.store.sql import LARGE_CALL_BYTES, Query, SqlStore, Statement, checksum, schema
 
 FILE = "ledger.sqlite"
@@ -69,7 +69,7 @@ class SqliteStore(SqlStore):
         folder: Path,
         *,
         large_call_bytes: int = LARGE_CALL_BYTES,
-        open_files: Callable[[Path], Files] = DiskFiles,
+        open_files: Callable[[Path], DiskFiles] = DiskFiles,
         connect_writer: Connect = connect,
     ) -> None:
         lock_file = _lock_folder(folder)
@@ -94,7 +94,7 @@ class SqliteDatabase:
 
     name = "sqlite"
 
-    def __init__(self, folder: Path, files: Files, connect_writer: Connect) -> None:
+    def __init__(self, folder: Path, files: DiskFiles, connect_writer: Connect) -> None:
         """Raises DataLoss when the ledger cannot continue without breaking a promise."""
         self._folder, self._path, self._files = folder, folder / FILE, files
         self.full_disk = FullDisk(folder)

@@ -110,14 +110,17 @@ class ChangedTensor(Tensor):
         """Writes the changed values of this view into a tensor of its shape."""
         with torch._C.DisableTorchFunctionSubclass():
             shape, strides, first = self.shape, self.stride(), int(self.storage_offset())
-            is_whole = shape.numel() == self.whole.numel() and self.is_contiguous()
+            is_one_piece = self.is_contiguous()
         if shape != target.shape:
             target.copy_(self.dense())
             return
         values = self.new_values.to(target.device, target.dtype)
         target = target.detach()
-        if is_whole and target.is_contiguous():
-            target.view(-1)[self.positions.to(target.device)] = values
+        if is_one_piece and target.is_contiguous():
+            ends = torch.tensor([first, first + shape.numel()], device=self.positions.device)
+            piece = slice(*torch.searchsorted(self.positions, ends).tolist())
+            inside = (self.positions[piece] - first).to(target.device)
+            _bits(target.view(-1)).index_copy_(0, inside, _bits(values[piece]))
             return
         rest, inside = self.positions - first, torch.ones_like(self.positions, dtype=torch.bool)
         places = [rest] * len(shape)

@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +34,7 @@ from headrace.limits import (
     shown,
     to_json,
 )
-from headrace.prompts import content_of, ordered_json, parse_row, set_content, set_label, table, typed_value, value_at
+from headrace.prompts import content_of, ordered_json, parse_row, rows_of, set_content, set_label, typed_value, value_at
 from headrace.trajectory import MAX_REWARD
 from services.rollout.engine.api import SamplingParams
 from services.rollout.production.hooks import GENERATE_FUNCTION_PATH
@@ -111,19 +112,10 @@ def _opened(path: Path) -> BinaryIO:
 
 def _lines(part: PromptPath, file: BinaryIO, max_prompts: int | None) -> Iterator[tuple[str, Any]]:
     """Yields (file:line, row) of each row used."""
-    path, used = part.path, 0
-    rows = table(file, path)
-    lines = iter(lambda: file.readline(MAX_PROMPT_LINE_BYTES + 1), b"") if rows is None else rows
-    for number, line in enumerate(lines, 1):
-        if part.end_row is not None and number > part.end_row:
-            return
+    path, rows = part.path, rows_of(file, part.path, part.first_row, part.end_row)
+    for used, (number, line) in enumerate(islice(rows, max_prompts), 1):
         if isinstance(line, bytes) and len(line) > MAX_PROMPT_LINE_BYTES:
             raise InvalidArgument(f"{path}:{number}: longer than {MAX_PROMPT_LINE_BYTES} bytes", field=_FIELD)
-        if number <= part.first_row or (isinstance(line, bytes) and not line.strip()):
-            continue
-        if max_prompts is not None and used >= max_prompts:
-            return
-        used += 1
         if used > MAX_EVAL_PROMPTS:
             raise InvalidArgument(
                 f"{path} has more than {MAX_EVAL_PROMPTS} prompts: pass max_prompts", field="datasets.max_prompts"

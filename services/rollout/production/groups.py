@@ -185,6 +185,15 @@ class GroupSampler:
         """True when an interrupted group is released with its tokens."""
         return self._partial is not None
 
+    @property
+    def masks_partials(self) -> bool:
+        """True when a later lease can go on with tokens of any age."""
+        return self._partial is not None and self._partial.mask_offpolicy
+
+    def oldest_version(self, lease: buffer_pb2.GroupLease) -> int:
+        """Returns that of the oldest token of the group that would be trained."""
+        return self._partial.oldest_version(lease) if self._partial else lease.policy_version
+
     async def sample(self, lease: buffer_pb2.GroupLease, return_partial: asyncio.Event | None = None) -> GroupResult:
         """Returns the lease's put (COMPLETE, DROPPED or FAILED), or its release.
 
@@ -313,10 +322,15 @@ class GroupSampler:
             lease.prompt,
             prompt,
             replace(params, seed=seed_of(self._rollout_seed, lease.group_id, lease.attempt, index)),
-            sample_id=f"{lease.group_id}/{lease.attempt}/{index}",
+            sample_id=f"{request_prefix(lease)}{index}",
             group_id=lease.group_id,
             index=index,
         )
+
+
+def request_prefix(lease: buffer_pb2.GroupLease) -> str:
+    """Returns how the ids of the group's samples, and of their requests, begin."""
+    return f"{lease.group_id}/{lease.attempt}/"
 
 
 def _too_slow(sample: Sample, why: str) -> Sample:

@@ -50,7 +50,16 @@ class PartialRollout:
         if tuple(sample.tokens[: sample.prompt_length].tolist()) != prompt.tokens:
             return False  # another tokenizer or chat template made it
         oldest = min((r.policy_version for r in sample.policy_ranges), default=policy_version)
-        return self.mask_offpolicy or policy_version - oldest <= self.max_staleness
+        return self.mask_offpolicy or self._is_fresh(oldest, policy_version)
+
+    def _is_fresh(self, version: int, policy_version: int) -> bool:
+        return policy_version - version <= self.max_staleness
+
+    def oldest_version(self, lease: buffer_pb2.GroupLease) -> int:
+        """Returns the policy version of the oldest token that a group of this lease would be trained with."""
+        versions = [r.policy_version for sample in lease.partial_samples for r in sample.envelope.policy_ranges]
+        fresh = [] if self.mask_offpolicy else [v for v in versions if self._is_fresh(v, lease.policy_version)]
+        return min((*fresh, lease.policy_version))
 
     def finished(self, sample: Sample, policy_version: int) -> Sample:
         """Returns the sample to put: tokens of policies before the lease's are masked if the job says so."""

@@ -2,7 +2,8 @@
 
 Consumes leases; waits for admission, a free slot, engines with the ledger's version, and `resume`; produces puts.
 States: running ⇄ paused → drained. Leases are renewed while a group is generated; an expired lease ends the work on its
-group. Work that no step can train any more ends in a release, as every step that it is fresh enough for has its batch.
+group. Work that no step can train any more ends in a release, as every step that it is fresh enough for has its batch:
+with its tokens where a later lease masks them and goes on.
 All other work on a group ends in a put or in a release, with one line in the log.
 """
 
@@ -14,11 +15,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.buffer import Buffer
+from headrace.client.open import Buffer
 from headrace.errors import (
     Aborted,
     DeadlineExceeded,
@@ -33,32 +33,26 @@ from headrace.rpc import tracing
 from headrace.rpc.log import kept_running, log
 from headrace.rpc.retry import retry_until
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.groups import GroupResult, GroupSampler
+from services.rollout.production.generator import EndRequest
+from services.rollout.production.groups import GroupResult, GroupSampler, request_prefix
 
 STREAM = "train"
 _WAIT_SECONDS = 5.0
 
 
-class ProducerLedger(Protocol):
-    """The buffer as producers use it."""
-
-    async def lease(self, max_groups: int) -> buffer_pb2.LeaseGroupsResponse:
-        """Waits some seconds for the first group; may return none."""
-
-    async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
-        """Returns the ids of leases that have ended."""
-
-    async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
-        """Ends a lease with a result."""
-
-    async def release(self, releases: Sequence[buffer_pb2.LeaseRelease]) -> None:
-        """Returns leases unfinished; their groups are queued again."""
-
-
 class BufferLedger:
-    """One stream of a buffer service."""
+    """One stream of a buffer service, as producers use it."""
 
-    def __init__(self, buffer: Buffer, stream: str, *, wait_seconds: float = _WAIT_SECONDS) -> None:
+    def __init__(
+        self,
+        buffer: Buffer,
+        stream: str,
+        *,
+        wait_seconds: float = _WAIT_SECONDS,
+        answered: Callable[[buffer_pb2.LeaseGroupsResponse], None] = lambda _: None,
+    ) -> None:
+        """`answered` is told of every answer to a request for leases."""
+        self._answered = answered
         self._buffer = buffer
         self._stream = stream
         self._producer_id = f"rollout-{uuid.uuid4().hex[:8]}"
@@ -75,6 +69,7 @@ class BufferLedger:
             oldest_version=self._oldest_version,
         )
         self._oldest_version = answer.oldest_version
+        self._answered(answer)
         return answer
 
     async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
@@ -113,15 +108,18 @@ class Producer:
 
     def __init__(
         self,
-        ledger: ProducerLedger,
+        ledger: BufferLedger,
         sampler: GroupSampler,
         served_version: Callable[[], int],
         metrics: RolloutMetrics,
         *,
         max_groups_in_flight: int,
         interrupt: Callable[[], Awaitable[None]] | None = None,
+        end_requests: EndRequest | None = None,
     ) -> None:
+        """`interrupt` ends all requests at the engines, `end_requests` those whose ids begin so."""
         self._interrupt = interrupt
+        self._end_requests = end_requests
         self._ledger = ledger
         self._sampler = sampler
         self._served_version = served_version
@@ -225,12 +223,18 @@ class Producer:
         self._groups[lease.lease_id] = _GroupInFlight(lease, interruption, work)
 
     async def _end_useless(self, oldest_version: int) -> None:
-        """Ends groups that were begun with older versions, if their tokens so far are of no use to a later lease."""
-        useless = [group for group in self._groups.values() if group.lease.policy_version < oldest_version]
-        if not useless or self._sampler.returns_partials:
+        """Ends groups with older tokens that would be trained; with them, where a later lease may mask them."""
+        groups = self._groups.values()
+        useless = [group for group in groups if self._sampler.oldest_version(group.lease) < oldest_version]
+        if not useless:
             return
         log.info("groups_ended", groups=len(useless), why=_USELESS)
-        await self._give_back(useless, _USELESS)
+        if not self._sampler.masks_partials:
+            await self._give_back(useless, _USELESS)
+        elif self._end_requests:  # asked again with the next lease: a request may be on its way to an engine
+            for group in useless:
+                group.interruption.set()
+            await asyncio.gather(*(self._end_requests(request_prefix(group.lease)) for group in useless))
 
     async def _give_back(self, groups: Sequence[_GroupInFlight], why: str) -> None:
         """Ends the work on groups and releases their leases."""
@@ -308,7 +312,8 @@ class Producer:
 
     async def _put(self, lease: buffer_pb2.GroupLease, put: buffer_pb2.GroupPut) -> buffer_pb2.LeaseRelease | None:
         """Returns None once the ledger has the put. One that it refuses for good is put as FAILED, or else released."""
-        newest = _newest_version(put)
+        ranges = (r for sample in put.samples for r in sample.envelope.policy_ranges)
+        newest = max((r.policy_version for r in ranges), default=0)
         if newest > self._served_version():
             return _release(lease.lease_id, f"version {newest} is not served any more: its trainer started again")
         try:
@@ -339,10 +344,6 @@ class Producer:
             return isinstance(error, RetryableError | DeadlineExceeded)
 
         return await retry_until(math.inf, lambda _: self._ledger.put(put), may_help)
-
-
-def _newest_version(put: buffer_pb2.GroupPut) -> int:
-    return max((r.policy_version for sample in put.samples for r in sample.envelope.policy_ranges), default=0)
 
 
 def _release(lease_id: str, why: str) -> buffer_pb2.LeaseRelease:

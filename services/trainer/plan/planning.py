@@ -52,6 +52,10 @@ def partition(costs: Sequence[int], num_parts: int) -> list[list[int]]:
     return [sorted(part) for _, part in heap[0][2]] if heap else [[] for _ in range(num_parts)]
 
 
+# Differencing merges all bins for each item. With many of both, best fit is close to the fewest bins anyway.
+_MOST_MERGES = 8192
+
+
 def longest_first(costs: Sequence[int]) -> list[int]:
     """Indices by descending cost; equal ones as they come."""
     return sorted(range(len(costs)), key=lambda i: -costs[i])
@@ -75,6 +79,20 @@ def best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
             bins.append([index])
         if room > costs[index]:
             insort(rooms, (room - costs[index], home))
+    return bins
+
+
+def few_bins(costs: Sequence[int], capacity: int) -> list[list[int]]:
+    """Like `best_fit`, in fewer bins where equal sums (`partition`) fit into fewer."""
+    bins = best_fit(costs, capacity)
+    alone = [[i] for i, cost in enumerate(costs) if cost > capacity]
+    others = [i for i, cost in enumerate(costs) if cost <= capacity]
+    fewest = -(-sum(costs[i] for i in others) // capacity)
+    while len(bins) - len(alone) > fewest and len(others) * len(bins) <= _MOST_MERGES:
+        fewer = partition([costs[i] for i in others], len(bins) - len(alone) - 1)
+        if any(sum(costs[others[i]] for i in part) > capacity for part in fewer):
+            break
+        bins = alone + [[others[i] for i in part] for part in fewer]
     return bins
 
 
@@ -214,9 +232,21 @@ class Planner:
         each = self._aligned(-(-len(fitted) // self.dp_size))
         if each * _TOLERATED >= self._aligned(max(map(len, cut))):
             return cut
-        shares = spread([sum(map(cost, micro)) for micro in fitted], self.dp_size, each)
-        found = [[fitted[i] for i in share] for share in shares]
+        micros = self._evened(units, each * self.dp_size, max_tokens) or fitted
+        shares = spread([sum(map(cost, micro)) for micro in micros], self.dp_size, each)
+        found = [[micros[i] for i in share] for share in shares]
         return found if _heaviest(found, cost) <= _HEAVIER * _heaviest(cut, cost) else cut
+
+    def _evened(self, units: Sequence[Unit], count: int, max_tokens: int) -> list[Unit] | None:
+        """`count` micro-batches of about equal size; None where they do not come out within `max_tokens`."""
+        if self.packing == "padded":
+            return None
+        samples = [sample for unit in units for sample in unit]
+        lengths = [_row_positions(sample) for sample in samples]
+        bins = spread(lengths, count)
+        if any(sum(lengths[i] for i in indices) > max_tokens for indices in bins):
+            return None
+        return [[samples[i] for i in indices] for indices in bins if indices]
 
     def _fitted(self, units: Sequence[Unit], max_tokens: int) -> list[Unit]:
         """Few micro-batches; samples of one prompt stay together where that makes no more of them."""
@@ -225,12 +255,12 @@ class Planner:
         if self.packing == "padded":
             bins = fill_in_order(longest_first(lengths), lengths, max_tokens)
         else:
-            bins = best_fit(lengths, max_tokens)
+            bins = few_bins(lengths, max_tokens)
         apart = [[samples[i] for i in indices] for indices in bins]
         if self.packing != "shared_prompts":
             return apart
         whole = [part for unit in units for part in self._divided(unit, max_tokens)]
-        together = best_fit([self._row_tokens(unit) for unit in whole], max_tokens)
+        together = few_bins([self._row_tokens(unit) for unit in whole], max_tokens)
         if len(together) > len(apart):
             return apart
         return [[sample for i in indices for sample in whole[i]] for indices in together]

@@ -1,11 +1,13 @@
 """`python -m tests.bench.weights.delta CHECKPOINT`: publications of what changed against the whole, as ratios.
 
 The weights are the checkpoint's in bfloat16, as engines on GPUs get them, and a real SGLang engine takes them. Between
-two publications each weight moves in float32 by a normal step of half the learning rate. So many values change then as
-in the sums of `headrace init`, where Adam's second to fifth step change 0.4-0.8 % at a learning rate of 1e-6, 1.8-3.4 %
-at 1e-5 and 11-17 % at 1e-4. Adam's first step moves each weight by the whole rate: 4.4 %, 5.9 % and 22 %. Whole
-publications and those of what changed take turns, each with the engine's checksums of every tensor. The time of both is
-from the first byte gathered to the commit; the standstill is the part of it without generation.
+two publications each weight moves in float32 by some half of the learning rate, and changes its direction as slowly as
+Adam's momentum does. So many values change then as in a run: the sums of `headrace init`, second to fifth step, change
+0.4-0.8 % of them at a learning rate of 1e-6, 1.8-3.4 % at 1e-5 and 11-17 % at 1e-4. The first step of a run moves each
+weight by the whole rate, and changes 4.4 %, 5.9 % and 22 %.
+
+Whole publications and those of what changed take turns, each with the engine's checksums of every tensor. The time of
+both is from the first byte gathered to the commit; the standstill is the part of it without generation.
 
 With `--mbit` the engine is on a host of its own, behind a switch of that rate, and weights are broadcast.
 """
@@ -44,6 +46,7 @@ from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
 from tests.support.hosts.hosts import network
 
 BUCKET_BYTES = 512 << 20
+_MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -61,17 +64,22 @@ class Weights:
         self._exact = {name: each.detach() for name, each in model.named_parameters() if name != "lm_head.weight"}
         self.sent = {name: each.bfloat16() for name, each in self._exact.items()}
         self._random = torch.Generator().manual_seed(1)
+        self._moves = {name: self._drawn(exact) for name, exact in self._exact.items()}
 
     def step(self, lr: float) -> float:
         """Returns the share of changed values."""
         changed = total = 0
         for name, exact in self._exact.items():
-            exact.add_(torch.randn(exact.shape, generator=self._random), alpha=0.5 * lr)
+            move = self._moves[name].mul_(_MOMENTUM).add_(self._drawn(exact), alpha=(1 - _MOMENTUM**2) ** 0.5)
+            exact.add_(move, alpha=0.5 * lr)
             new = exact.bfloat16()
             changed += int((new.view(torch.int16) != self.sent[name].view(torch.int16)).sum())
             total += new.numel()
             self.sent[name].copy_(new)
         return changed / total
+
+    def _drawn(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=self._random)
 
 
 class Way:

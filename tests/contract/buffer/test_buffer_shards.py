@@ -14,8 +14,7 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.cli.main import main
-from headrace.client.buffer import Buffer
-from headrace.client.open import open_buffer
+from headrace.client.open import Buffer, open_buffer
 from headrace.client.shards import ShardedBuffer
 from headrace.errors import AlreadyExists, FailedPrecondition, Fenced, InvalidArgument, NotFound
 from headrace.job.schema.services import BufferSection

@@ -9,8 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.client.buffer import Buffer
-from headrace.client.open import open_buffer
+from headrace.client.open import Buffer, open_buffer
 from headrace.client.shards import merged_leases
 from services.buffer.store.memory import MemoryStore
 from tests.support.ledgers.buffer_samples import complete_put, text_prompts

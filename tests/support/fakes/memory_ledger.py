@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
+from services.rollout.production.producer import BufferLedger
 
 
-class MemoryLedger:
-    """The Ledger Protocol of the rollout service."""
+class MemoryLedger(BufferLedger):
+    """Without a buffer."""
 
     def __init__(self, leases: Sequence[buffer_pb2.GroupLease] = ()) -> None:
         self.queued = list(leases)

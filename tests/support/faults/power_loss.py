@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.protobuf import Payload
+from services.buffer.store.payload_files import DiskFiles
 
 BLOCK_BYTES = 512
 Image = Mapping[str, bytes]
@@ -18,7 +19,7 @@ Image = Mapping[str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`kind` is the method of Files."""
+    """`kind` is the method of DiskFiles."""
 
     kind: str
     name: str = ""
@@ -27,7 +28,7 @@ class Operation:
     data: bytes = b""
 
 
-class MemoryFiles:
+class MemoryFiles(DiskFiles):
     """Files without a disk. `operations` is what was asked of it."""
 
     def __init__(self, image: Image) -> None:

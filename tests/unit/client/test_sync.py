@@ -14,9 +14,9 @@ import pytest
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from headrace.client.buffer import Buffer
 from headrace.client.reward import RewardClient
-from headrace.client.rollout import Rollout
+from headrace.client.rollout import RolloutClients
+from headrace.client.shards import ShardedBuffer
 from headrace.client.sync import SyncBuffer, SyncReward, SyncRollout, SyncTrainer
 from headrace.client.trainer import TrainerClient
 from headrace.errors import FailedPrecondition, InvalidArgument
@@ -64,7 +64,12 @@ def address(trainer: Trainer) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("own", "other"),
-    [(SyncBuffer, Buffer), (SyncRollout, Rollout), (SyncReward, RewardClient), (SyncTrainer, TrainerClient)],
+    [
+        (SyncBuffer, ShardedBuffer),
+        (SyncRollout, RolloutClients),
+        (SyncReward, RewardClient),
+        (SyncTrainer, TrainerClient),
+    ],
 )
 def test_a_client_has_each_method_of_its_asynchronous_one_with_its_arguments(own: type, other: type) -> None:
     methods = {name for name, each in inspect.getmembers(other, callable) if not name.startswith("_")}

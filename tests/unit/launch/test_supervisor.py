@@ -234,7 +234,8 @@ async def test_what_the_service_left_counts_where_its_starter_loses_the_exit_cod
 
 async def test_a_service_is_ended_once_its_grace_is_over_and_not_before(stage: Stage) -> None:
     stubborn = replace(stage.spec(), command=["/bin/sh", "-c", "trap '' TERM; echo up; sleep 600 & wait; wait"])
-    process = await ServiceProcess.start(stubborn)
+    process = ServiceProcess(stubborn)
+    await process.start()
     await becomes(lambda: "up" in stubborn.log_file.read_text())
     await process.stop(grace_seconds=0.2)
     assert process.exit_code == 128 + signal.SIGKILL

@@ -33,12 +33,12 @@ start = process.start(seconds=600)
 """,
     "a service": """
 from headrace.launch.process import ServiceProcess, ServiceSpec
-start = ServiceProcess.start(ServiceSpec("reward", command, "127.0.0.1:1", "127.0.0.1:1", log, 600.0))
+start = ServiceProcess(ServiceSpec("reward", command, "127.0.0.1:1", "127.0.0.1:1", log, 600.0)).start()
 """,
     "ranks": """
 from headrace.launch.process import ServiceProcess, ServiceSpec
 command = [sys.executable, "-m", "headrace.launch.ranks.local", "2", str(log.parent), *command]
-start = ServiceProcess.start(ServiceSpec("trainer", command, "127.0.0.1:1", "127.0.0.1:1", log, 600.0))
+start = ServiceProcess(ServiceSpec("trainer", command, "127.0.0.1:1", "127.0.0.1:1", log, 600.0)).start()
 """,
     "a rank of Ray": """
 from headrace.launch.ranks.ray import Rank

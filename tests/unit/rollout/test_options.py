@@ -229,7 +229,7 @@ STEPS: Readers = {
         lambda b: b.parts.evaluator._function._function._seconds,
     ],
     "rollout_batch_size": [lambda b: b.started(StepSampler)._groups_per_step],
-    "max_groups_in_flight": [lambda b: b.started(StepSampler)._groups._most],
+    "max_groups_in_flight": [lambda b: b.started(StepSampler).groups._most],
     "rollout_temperature": [
         lambda b: b.started(StepSampler)._params.temperature,
         lambda b: b.parts.evaluator._function._params.temperature,

@@ -23,11 +23,10 @@ from headrace.models.folders import base_digest
 from headrace.rpc.server import RpcServer
 from headrace.run_folder import RunFolder
 from services.buffer.store.memory import MemoryStore
-from services.rollout import runs
 from services.rollout.build import rollout_service
 from services.rollout.engine.fleet import EngineState
 from services.rollout.server import RolloutServicer, WaitUntilStarted
-from services.rollout.service import RolloutService
+from services.rollout.service import LEASE_SECONDS, RolloutService
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE, served_rollout, without_router
 from tests.support.fakes.scripted_reward import score, scripted_reward
@@ -186,7 +185,7 @@ async def test_each_run_is_served_its_own_versions_and_fills_its_own_ledger(tmp_
     async with fleet(tmp_path) as shared:
         first, second = shared.runs["first"], shared.runs["second"]
         assert await first.join() == 0, "it is its own service"
-        assert await second.join() == runs.LEASE_SECONDS
+        assert await second.join() == LEASE_SECONDS
         for _ in range(2):
             await second.join()
         names = [await first.publish(3), f"second.{await second.publish(7)}"]
@@ -242,7 +241,7 @@ async def test_nothing_is_left_of_a_run_whose_trainer_is_not_heard_of(
     async with fleet(tmp_path, token_seconds=0.02) as shared:
         first, second = await shared.second_at_work()
         assert b'run="second"' in generate_latest(shared.registry)
-        monkeypatch.setattr(runs, "LEASE_SECONDS", 0.0)
+        monkeypatch.setattr("services.rollout.service.LEASE_SECONDS", 0.0)
         await shared.until_gone(second)
         async with asyncio.timeout(60):
             while [*shared.engine.adapters] != ["e1-v1-00000001"] or second.name in shared.service.parts.fleet.joined:
@@ -262,7 +261,7 @@ async def test_a_run_whose_ledger_died_with_it_holds_up_no_other(
     async with fleet(tmp_path, token_seconds=0.02) as shared:
         _, second = await shared.second_at_work()
         await shared.ledgers["second"].stop()
-        monkeypatch.setattr(runs, "LEASE_SECONDS", 0.0)
+        monkeypatch.setattr("services.rollout.service.LEASE_SECONDS", 0.0)
         await shared.until_gone(second)
         async with asyncio.timeout(30):
             while [*shared.engine.adapters] != ["e1-v1-00000001"] or second.name in shared.service.parts.fleet.joined:

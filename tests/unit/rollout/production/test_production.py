@@ -24,7 +24,7 @@ from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.generator import Generator
+from services.rollout.production.generator import Generator, request_ender
 from services.rollout.production.groups import GroupSampler, UntrainedSamples
 from services.rollout.production.hooks import GroupFilter
 from services.rollout.production.partial import PartialRollout
@@ -105,6 +105,7 @@ async def production(
             metrics,
             max_groups_in_flight=max_groups_in_flight,
             interrupt=fakes.fleet.interrupt,
+            end_requests=request_ender(lambda: fakes.fleet.engines),
         )
         producer.start()
         try:
@@ -381,7 +382,9 @@ async def test_whatever_a_groups_work_raises_ends_in_a_put_or_a_release(
         async def make(*_: object) -> object:
             raise error
 
-        made.producer._sampler = SimpleNamespace(sample=make, returns_partials=False)  # type: ignore[assignment]
+        made.producer._sampler = SimpleNamespace(  # type: ignore[assignment]
+            sample=make, returns_partials=False, oldest_version=lambda leased: leased.policy_version
+        )
         ledger.queued.append(lease(1))
         await made.fakes.until(lambda: bool(ledger.released) if released else len(ledger.puts) == 2)
         assert made.producer._groups == {}

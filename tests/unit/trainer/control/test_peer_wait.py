@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace import job_buffer
-from headrace.client.buffer import Buffer
+from headrace.client.open import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.job.schema.job import Job
 from headrace.process.exit_status import PEER_AWAY

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ class SavableEverything(Everything):
 class Desk:
     everything: SavableEverything
     client: TrainerClient
-    stub: trainer_pb2_grpc.TrainerServiceStub
+    stub: Any
     running: asyncio.Task[TrainState]
     folder: Path
     console: TrainerConsole
