@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Protocol
@@ -38,7 +39,7 @@ from headrace.limits import object_of_line
 from headrace.models.torch_dist import is_torch_dist
 from headrace.rpc.log import log
 from headrace.run_folder import step_of
-from services.trainer.checkpoint.manifest import RANK_FILE, Manifest, RankFile, ShardChunk, versions
+from services.trainer.checkpoint.manifest import PACKAGES, RANK_FILE, Manifest, RankFile, ShardChunk
 from services.trainer.checkpoint.resharding import RANDOM, CheckpointReader, all_true
 from services.trainer.collective_io import CollectiveIO
 from services.trainer.durable import make_folder, put_in_place, remove
@@ -188,7 +189,7 @@ class Checkpoints:
                 policy_version=state.policy_version,
                 ledger_epoch=state.epoch,
                 layout=self._layout.name,
-                versions=versions(),
+                versions={package: version(package) for package in PACKAGES},
                 scalars=scalars,
                 files={file.name: file.facts for file in files},
                 places=[place for file in files for place in file.places],

@@ -14,7 +14,6 @@ import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ FORMAT = 2
 
 MAX_MANIFEST_BYTES = 1 << 30
 _NAME = "manifest.json"
-_PACKAGES = ("headrace", "torch", "megatron-core")
+PACKAGES = ("headrace", "torch", "megatron-core")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +179,6 @@ class Manifest:
 
 
 _MANIFEST, RANK_FILE = TypeAdapter(Manifest), TypeAdapter(RankFile)
-
-
-def versions() -> dict[str, str]:
-    return {package: version(package) for package in _PACKAGES}
 
 
 def crc32(path: Path) -> int:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class RoutingReplay:
-    """Records and replays the choices of all routers of a rank. `enter` says which micro-batch comes next."""
+    """Records and replays the choices of all routers of a rank. `choices` are those of the next micro-batch."""
 
     def __init__(self, stages: Sequence[GPTModel], tp_rank: int) -> None:
         self.tp_rank = tp_rank
@@ -50,10 +50,6 @@ class RoutingReplay:
             yield
         finally:
             self.mode = "free"
-
-    def enter(self, choices: ExpertChoices) -> None:
-        """The next forward pass is of this micro-batch."""
-        self.choices = choices
 
 
 class SecondPasses(Generic[T]):

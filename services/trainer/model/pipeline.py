@@ -180,7 +180,7 @@ class Runner:
         def step(feed: Iterator[tuple[int, MicroInputs]], model: Any) -> tuple[Tensor, LossFunction]:
             number, micro = next(feed)
             if self._replay is not None:
-                self._replay.enter(micro.experts)
+                self._replay.choices = micro.experts
             with self._stopwatch.part("inference" if forward_only else self._part):
                 return self._output(model, micro), partial(finish, number)
 
