@@ -138,7 +138,8 @@ async def running(kind: str, folder: Path) -> AsyncIterator[Stack]:
     fleet = Fleet(1, slots_of(job), factory, RememberedRouting(), timing)
     await fleet.start()
     if kind == "experts":  # transformers stacks them
-        model, weights = None, {n: t for file in plain.glob("*.safetensors") for n, t in load_file(file).items()}
+        found = {name: tensor for file in plain.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        model, weights = None, {name: found[name] for name in sorted(found, key=_as_engines_fuse)}
     else:
         model = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
         weights = {name: each.detach() for name, each in model.named_parameters()}
@@ -147,6 +148,12 @@ async def running(kind: str, folder: Path) -> AsyncIterator[Stack]:
     yield Stack(model, weights, folder / "model", form, fleet, roots, MemoryFiles(), hashes)
     await fleet.stop()
     remove(memory_folder(folder))
+
+
+def _as_engines_fuse(name: str) -> list[int | str]:
+    """Sorts layers and experts by number; queries before keys before values, and gates before what they gate."""
+    first = {"q_proj": "0", "k_proj": "1", "v_proj": "2", "gate_proj": "0", "up_proj": "1"}
+    return [int(part) if part.isdigit() else first.get(part, part) for part in name.split(".")]
 
 
 async def broadcast(stack: Stack, version: int) -> CommitResult:
