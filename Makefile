@@ -115,13 +115,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_POSTGRES_CUTS=60 HEADRACE_POSTGRES_AWAY_SECONDS=30 $(BIN)/python -m pytest tests/hostile/test_postgres_away.py
 	@HEADRACE_RESTORES=all $(BIN)/python -m pytest tests/contract/buffer/test_restore.py
 	@HEADRACE_LEDGER_COMMANDS=2000 HEADRACE_LEDGER_SEEDS=15 $(BIN)/python -m pytest -s tests/hostile/test_ledger_reference.py
-	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py tests/e2e/test_images.py tests/unit/trainer/model/test_vision_ranks.py \
-		tests/unit/trainer/control/test_rollback.py tests/unit/trainer/control/test_several_services.py
-	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest tests/e2e/test_agents.py tests/e2e/test_engine.py tests/e2e/test_ways_of_publication.py tests/e2e/test_evaluation.py tests/e2e/test_replay.py \
-		tests/e2e/test_rollout_services.py tests/e2e/test_runs_on_one_fleet.py tests/e2e/test_buffer_shards.py tests/e2e/test_training.py tests/e2e/test_tutorials.py \
-		tests/unit/trainer/model/test_families_ranks.py tests/unit/trainer/test_whole_trainers.py \
-		tests/unit/trainer/model/test_policy_ranks.py tests/unit/trainer/model/test_invariance.py tests/unit/trainer/checkpoint/test_resharding.py tests/unit/trainer/rl/test_algorithm_ranks.py \
-		tests/contract/test_placement.py tests/contract/test_wheels.py tests/unit/rollout/engine/test_fleet.py tests/unit/rollout/engine/test_startup.py tests/unit/rollout/production/test_documents.py
+	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest $$(grep -rl --include='test_*.py' tests.long_forms tests/unit tests/contract tests/e2e)
 	@HEADRACE_UPGRADE=all $(BIN)/python -m pytest tests/upgrade
 	@HEADRACE_HOSTS=all $(BIN)/python -m pytest -s tests/hosts
 	@HEADRACE_CLUSTERS=all $(BIN)/python -m pytest -s tests/clusters

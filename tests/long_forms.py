@@ -1,4 +1,7 @@
-"""Tests that `make chaos` runs and `make test` leaves out: slow ones, of what shorter ones hold in parts."""
+"""Tests that `make chaos` runs and `make test` leaves out: slow ones, of what shorter ones hold in parts.
+
+`make chaos` runs each file below unit, contract and e2e that imports this one.
+"""
 
 from __future__ import annotations
 

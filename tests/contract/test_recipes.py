@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.long_forms import whole_run
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 PROTOS = ROOT / ".venv-protos" / "bin"
@@ -402,7 +404,7 @@ def test_what_a_recipe_makes_works(tree: Path, name: str) -> None:
     [
         (BIN / "ruff", "check", "."),
         (BIN / "ruff", "format", "--check", "."),
-        (BIN / "mypy",),
+        pytest.param((BIN / "mypy",), marks=whole_run, id="mypy"),
         (BIN / "lint-imports", "--no-cache"),
         (BIN / "python", "-m", "tools.flags"),
         (BIN / "python", "-m", "tools.roles"),

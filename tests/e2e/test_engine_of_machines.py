@@ -15,6 +15,7 @@ from tests.support.hosts.hosts import network
 pytestmark = [pytest.mark.engine]
 
 
+@whole_run
 async def test_an_engine_of_two_processes_is_published_to_and_comes_back_when_one_is_killed(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     await story(job, sglang_factory(job, tmp_path, has_accelerator=False))
