@@ -23,7 +23,7 @@ PREFIX = "headrace.delta."
 """A tensor of this name is a delta: uint8, shape [bytes]."""
 
 _LEVEL = 1
-"""Level 3 takes twice as long, and its deltas are no smaller."""
+"""Of zstd. Level 3 takes twice the time and makes deltas no smaller."""
 
 _HEADER_BYTES = 4
 _POSITION_BYTES = 4

@@ -53,7 +53,7 @@ _NAME_TAG, _DTYPE_TAG, _SHAPE_TAG, _DATA_TAG = 1 << 3 | 2, 2 << 3, 3 << 3 | 2, 4
 
 
 def columns_of(sample_id: str, payload: Payload) -> list[Column]:
-    """Raises InvalidArgument for bytes that are no payload, and for text that is not the JSON object it should be."""
+    """The columns of a payload. Raises InvalidArgument for bytes that are no payload, or if its JSON is no object."""
     if len(payload) > _PARSED_BYTES:
         with suppress(IndexError, ValueError):  # not protobuf, or not as every encoder writes it
             return list(_walked(memoryview(payload)))

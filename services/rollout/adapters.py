@@ -97,5 +97,5 @@ class NamedAdapters:
 
 @lru_cache(maxsize=256)
 def _digest(file: Path, inode: int, size: int, modified_ns: int) -> str:
-    """The SHA-256 of a file, read once for all requests until it is written anew, which its status tells."""
+    """The SHA-256 of a file. The file is read once, and again only when its time, size or inode has changed."""
     return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -351,7 +351,7 @@ class Runs:
         return LEASE_SECONDS
 
     async def leave(self, run: str) -> None:
-        """Returns once nothing of it is left."""
+        """Returns once its work has ended and its adapters are out of the engines."""
         async with self._changing:
             if run in self._joined:
                 await self._end(run, "it left")

@@ -46,6 +46,7 @@ from services.trainer.tinker.serve import follow_tinker, serve_tinker
 async def run_rank0(
     build: TrainerBuild, listen: Listen, buffer: TrainerBuffer, fetch: Fetch, compute: ThreadPoolExecutor
 ) -> None:
+    """Returns when the run is finished or left; raises what ended it otherwise."""
     rollout = build.rollout()
     schedule, report = build.schedule(), build.report()
     console = build.console(report, rollout, schedule)

@@ -35,6 +35,7 @@ def sync_files(folder: Path) -> None:
 
 
 def put_in_place(draft: Path, target: Path) -> None:
+    """Gives a durable draft its name, durably."""
     draft.rename(target)
     sync(target.parent)
 

@@ -67,7 +67,9 @@ class UntrainedRanks:
     async def export(self) -> None: ...
 
     def checkpoint_path(self, step: int) -> Path:
+        """Raises FailedPrecondition, for somebody who asks for a checkpoint."""
         raise FailedPrecondition(_NO_MODEL)
 
     async def export_to(self, path: Path) -> None:
+        """Raises FailedPrecondition, for somebody who asks for an export."""
         raise FailedPrecondition(_NO_MODEL)

@@ -34,9 +34,11 @@ class JobSchedule:
     evaluates_first: bool
 
     def publishes(self, state: TrainState) -> bool:
+        """True after every update_weights_interval steps, and at the end."""
         return state.step % self.publish_every == 0 or state.step == self.num_steps
 
     def saves(self, state: TrainState) -> bool:
+        """True after every save_interval steps, and at the end."""
         if state.step == self.num_steps:
             return True
         return self.save_every is not None and state.step % self.save_every == 0

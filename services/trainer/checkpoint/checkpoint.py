@@ -20,7 +20,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -119,7 +119,7 @@ class Checkpoints:
         work = CollectiveIO(self._layout.files_group)
         draft = self._folder / f"{_DRAFT}{epoch}"
         work.do(lambda: self._begin(draft, epoch))
-        # In CPU memory of their own: training goes on while they are written.
+        # Copies in CPU memory, so that training can change the weights while they are written.
         chunks = work.do(
             lambda: [replace(c, values=c.values.to("cpu", copy=True).contiguous()) for c in policy.chunks()]
         )
@@ -184,18 +184,7 @@ class Checkpoints:
         try:
             file = work.do(lambda: RankFile.write(draft, self._layout.rank, chunks))
             files = [RANK_FILE.validate_json(text) for text in work.gather(json.dumps(asdict(file)))]
-            manifest = Manifest(
-                step=state.step,
-                policy_version=state.policy_version,
-                ledger_epoch=state.epoch,
-                layout=self._layout.name,
-                versions={package: version(package) for package in PACKAGES},
-                scalars=scalars,
-                files={file.name: file.facts for file in files},
-                places=[place for file in files for place in file.places],
-                scored_by=dict(scored_by),
-            )
-            work.do(lambda: self._finish(draft, manifest))
+            work.do(lambda: self._finish(draft, files, scalars, state, scored_by))
         except HeadraceError:
             if self._layout.rank == 0:
                 remove(draft)  # a full disk is not kept full
@@ -204,12 +193,30 @@ class Checkpoints:
             self._safe = state
             self._prune()
 
-    def _finish(self, draft: Path, manifest: Manifest) -> None:
+    def _finish(
+        self,
+        draft: Path,
+        files: Sequence[RankFile],
+        scalars: dict[str, Any],
+        state: TrainState,
+        scored_by: Mapping[str, int],
+    ) -> None:
         if self._layout.rank != 0:
             return
+        manifest = Manifest(
+            step=state.step,
+            policy_version=state.policy_version,
+            ledger_epoch=state.epoch,
+            layout=self._layout.name,
+            versions={package: version(package) for package in PACKAGES},
+            scalars=scalars,
+            files={file.name: file.facts for file in files},
+            places=[place for file in files for place in file.places],
+            scored_by=dict(scored_by),
+        )
         manifest.write(draft)
-        with self._owner.claimed(manifest.ledger_epoch):
-            target = self.path_of(manifest.step)
+        with self._owner.claimed(state.epoch):
+            target = self.path_of(state.step)
             replaced = target.with_name(f"{target.name}{_REPLACED}-{uuid.uuid4().hex[:8]}")
             if is_replaced := target.is_symlink() or target.exists():
                 target.rename(replaced)

@@ -161,6 +161,7 @@ class ModelState:
         self._optimizer = optimizer
 
     def chunks(self) -> Iterator[ShardChunk]:
+        """The chunks that this rank writes; those of all ranks together hold everything exactly once."""
         for number, shard in enumerate(self._shards):
             if shard.num_replicas and number % shard.num_replicas == shard.replica:
                 yield self._chunk(shard, WEIGHT, shard.parameter, 0)
@@ -173,6 +174,7 @@ class ModelState:
         return {} if self._optimizer is None else {self._name: self._optimizer.scalars()}
 
     def restore(self, reader: CheckpointReader) -> None:
+        """Weights, optimizer and schedule, bit for bit. Raises DataLoss that names what is missing."""
         reader.require(self._expected(reader))
         self._read_weights(reader)
         if self._optimizer is None:

@@ -93,11 +93,13 @@ class TrainerBuild:
         return address
 
     def buffer(self) -> TrainerBuffer:
+        """A client of the job's buffer. Raises ConfigError when the job names none."""
         if (pattern := self.job.debug.load_debug_rollout_data) is not None:
             return RecordedBuffer(RecordedSteps(pattern))
         return buffer_of(self.job.services)
 
     def rollout(self) -> Rollout | None:
+        """A client of the job's rollout services; None where the trainer is alone."""
         return (
             None
             if self.job.debug.trains_alone

@@ -121,6 +121,7 @@ class Channel:
             )
 
     async def connect(self, host: str, port: int) -> None:
+        """Called on every other rank. Raises PeerLost when rank 0 is not there, or not of this run."""
         secured: dict[str, Any] = {}
         if self._tls is not None:
             secured = {"ssl": connecting_context(self._tls), "server_hostname": SERVICE_NAME}

@@ -81,6 +81,7 @@ class RankWorker:
 
     @command
     def open_group(self, service: int) -> StageGroup | None:
+        """Listens for this stage's group of a rollout service's engines; a group that lives on is kept."""
         return self.sender.open(service)
 
     @command
@@ -89,6 +90,7 @@ class RankWorker:
 
     @command
     def send_weights(self, publication_id: str, world_sizes: Mapping[int, int], kept: bool = False) -> Sent | None:
+        """Joins the groups and broadcasts the buckets, of the current weights or of those that were kept."""
         return self.sender.send(publication_id, world_sizes, kept=kept)
 
     @command
@@ -161,6 +163,7 @@ class Command:
         return msgspec.Raw(msgspec.msgpack.encode(self._arguments(*args, **kwargs)))
 
     def unpack(self, arguments: msgspec.Raw) -> tuple[Any, ...]:
+        """Raises msgspec.MsgspecError for what are none."""
         return msgspec.structs.astuple(self._decoder.decode(arguments))
 
 

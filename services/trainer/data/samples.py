@@ -253,6 +253,7 @@ class TrainedSamples:
         self._writing = self._thread.submit(self._write, step, answers, seen, shown)
 
     def wait(self) -> None:
+        """Returns once everything is written."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None

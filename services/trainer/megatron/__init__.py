@@ -2,9 +2,9 @@
 
 In: the job's Megatron arguments. Out: process groups (`parallel`), configs, the optimizer, and models (`gpt`).
 
-On a machine without CUDA it is loaded without what is not used there, which is a third of a rank's start: torch's
-compiler, which Megatron's decorators load even where nothing is compiled; the C++ extensions that it builds for CUDA,
-with setuptools; and wandb, to which only its own trainer writes.
+On a machine without CUDA three of its imports are left out, which saves a third of a rank's start. Megatron's
+decorators load torch's compiler even where nothing is compiled. It builds C++ extensions for CUDA with setuptools. And
+only its own trainer writes to wandb.
 """
 
 from __future__ import annotations

@@ -213,6 +213,7 @@ class BiasedExpert(RowParallelLinear):
     """The last layer of an expert with biases, to whose output Megatron's MLP adds in place: not to a view."""
 
     def forward(self, input_: Tensor) -> Output:
+        """A copy, and the bias."""
         output, bias = super().forward(input_)
         return output.clone(), bias
 

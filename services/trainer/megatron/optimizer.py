@@ -177,10 +177,11 @@ class Optimizer:
         return self._optimizer, self._schedule
 
     def zero_grad(self) -> None:
+        """Clears the gradients; called before the first backward pass of a step."""
         self._optimizer.zero_grad()
 
     def tensors(self) -> Iterator[Tensor]:
-        """The parameters that it updates, with gradients of its own, and its states."""
+        """The parameters that it updates, their gradients, and its states."""
         for part in self._parts:
             for parameter in (p for group in _groups(part) for p in group["params"]):
                 yield parameter
@@ -210,6 +211,7 @@ class Optimizer:
         }
 
     def require_same_kind(self, scalars: Mapping[str, Any]) -> None:
+        """Raises DataLoss when the states of a checkpoint are another optimizer's."""
         if scalars["optimizer"] != self._kind:
             raise DataLoss(
                 f"the checkpoint has states of {scalars['optimizer']}, and this job's optimizer is {self._kind}: "
@@ -217,7 +219,7 @@ class Optimizer:
             )
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """The schedule goes on where it was; offloaded copies of weights and masters take what was put into those."""
+        """Continues the schedule. Offloaded copies take what a checkpoint has put into weights and masters."""
         for part in self._parts:
             for group in _groups(part) if scalars["group_step"] is not None else ():
                 group["step"] = scalars["group_step"]

@@ -128,6 +128,11 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class Adapter(nn.Module):
+    """`parts` are those of the layer's Hugging Face tensors, in the table's order; None for one without an adapter.
+
+    `sizes` are the outputs of each part on this rank.
+    """
+
     def __init__(
         self,
         sharding: Sharding,
@@ -146,6 +151,7 @@ class Adapter(nn.Module):
         self._exchange = exchange
 
     def forward(self, x: Tensor) -> Tensor:
+        """Takes the layer's input and returns what is added to its output."""
         return self._arranged([self._output(part, x) for part in self.parts])
 
     def delta(self) -> Tensor:
@@ -190,6 +196,7 @@ class ExpertAdapters(nn.ModuleList):
     """The adapters of a grouped linear layer, in the order of its experts."""
 
     def forward(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Takes what the layer takes: the tokens of all its experts, one expert's behind the other's."""
         return torch.cat([adapter(own) for adapter, own in zip(self, tokens.split(list(sizes)), strict=True)])
 
 
@@ -239,6 +246,7 @@ class InitialPairs:
     seed: int
 
     def __call__(self, weight: HfTensor) -> Pair:
+        """Float32 matrices of the layer that has this weight."""
         shape_a, shape_b = pair_shapes(weight, self.rank)
         a, random = torch.empty(shape_a), torch.Generator().manual_seed(self._seed_of(weight.key))
         if self.init == "gaussian":

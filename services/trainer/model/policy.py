@@ -52,6 +52,7 @@ class SavedParts:
     others: Sequence[RandomState | OldPolicies]
 
     def chunks(self) -> Iterator[ShardChunk]:
+        """Weights, optimizer, random states: all ranks' chunks together are everything, each once."""
         for part in (*self.models, *self.others):
             yield from part.chunks()
 

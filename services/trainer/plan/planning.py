@@ -276,6 +276,7 @@ class Planner:
 
 
 def _row_positions(sample: SampleFacts) -> int:
+    """Row positions of the sample by itself."""
     return sample.prompt_length + sample.response_length - 1
 
 

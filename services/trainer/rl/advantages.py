@@ -45,6 +45,7 @@ class Advantages:
         return self.config.kl_coef > 0 or self.distillation is not None or self.hook is not None
 
     def __call__(self, batch: Sequence[MicroInputs]) -> list[MicroInputs]:
+        """The micro-batches with advantages and returns filled in."""
         responses = [response for micro in batch for response in self._responses(micro)]
         masks = [response.mask for response in responses]
         if self.hook is None:

@@ -82,7 +82,7 @@ class TinkerHttp:
             "retrieve_future": self._retrieve,
             "retrieve_futures": self._retrieve_several,
             "weights_info": self._weights_info,
-            "telemetry": partial(_fixed, {"status": "accepted"}),  # clients tell what they do; nobody listens
+            "telemetry": partial(_fixed, {"status": "accepted"}),  # clients report their use; it is not kept
             **{kind: partial(self._of_model, kind, message) for kind, message in _OF_A_MODEL.items()},
         }
         gets: dict[str, Handler] = {

@@ -165,7 +165,7 @@ class LoraSlots:
 
     @command
     def save(self, name: str, file: str) -> str | None:
-        """Writes the matrices and Adam's state, whole; returns why it could not."""
+        """Collective: writes the matrices and Adam's state, whole; returns why it could not."""
         model = self._models[name]
         tensors: dict[str, Tensor] = {}
         for shard in self._adapters.shards:
@@ -196,7 +196,7 @@ class LoraSlots:
 
     @command
     def save_adapter(self, name: str, folder: str) -> str | None:
-        """Writes the model as peft does, with its own rank and in the base's dtype; returns why it could not."""
+        """Collective: writes the model as peft does, of its own rank, in the base's dtype. Returns why it could not."""
         model = self._models[name]
         rank = model.spec.rank
         matrices = {}

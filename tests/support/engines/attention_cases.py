@@ -52,7 +52,7 @@ def difference(shape: str, is_decoding: bool) -> float:
     named = {"scaling": 0.1, "enable_gqa": heads != key_heads, "causal": not is_decoding, "sliding_window_size": window}
     prefixes = torch.tensor(PREFIXES)
     new = torch.ones_like(prefixes) if is_decoding else torch.tensor(ENDS) - prefixes
-    rest = where if is_decoding else (*where, prefixes, new)
+    rest = (*where, None) if is_decoding else (*where, prefixes, new, None)
     query = torch.randn(int(new.sum()), heads, key_size)
     ours, own = (torch.full((len(query), heads, value_size), torch.nan) for _ in range(2))
     if is_decoding:

@@ -14,26 +14,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _MOST_PADDING = 4
-"""Requests whose padded length is more than so many times their own lengths are left to SGLang."""
+"""Requests are padded to the longest. If that makes them more than so many times as long, SGLang computes them."""
 
 
-def decoded(
-    original: Callable[..., Any],
-    backend: Any,
-    query: Any,
-    output: Any,
-    k_cache: Any,
-    v_cache: Any,
-    req_to_token: Any,
-    req_pool_indices: Any,
-    seq_lens: Any,
-    encoder_lens: Any = None,
-    **named: Any,
-) -> Any:
-    """Fills `output` [requests, heads, size] with the attention of each request's newest token, `query`."""
+def decoded(original: Callable[..., Any], backend: Any, query: Any, output: Any, *where: Any, **named: Any) -> Any:
+    """Fills `output` [requests, heads, size] with the attention of each request's newest token, `query`.
+
+    `where` and `named` are the arguments of SGLang's `_run_sdpa_forward_decode`.
+    """
+    k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens = where
     longest, requests = int(seq_lens.max()), len(seq_lens)
     if encoder_lens is not None or longest * requests > _MOST_PADDING * int(seq_lens.sum()):
-        where = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
         return original(backend, query, output, *where, **named)
     positions, ends = torch.arange(longest), seq_lens[:, None]
     places = req_to_token[req_pool_indices, :longest]
@@ -56,27 +47,15 @@ def decoded(
     return output.copy_(found.reshape(output.shape))
 
 
-def extended(
-    original: Callable[..., Any],
-    backend: Any,
-    query: Any,
-    output: Any,
-    k_cache: Any,
-    v_cache: Any,
-    req_to_token: Any,
-    req_pool_indices: Any,
-    seq_lens: Any,
-    extend_prefix_lens: Any,
-    extend_seq_lens: Any,
-    encoder_lens: Any = None,
-    **named: Any,
-) -> Any:
-    """Fills `output` [tokens, heads, size] with the attention of all requests' new tokens, `query`."""
+def extended(original: Callable[..., Any], backend: Any, query: Any, output: Any, *where: Any, **named: Any) -> Any:
+    """Fills `output` [tokens, heads, size] with the attention of all requests' new tokens, `query`.
+
+    `where` and `named` are the arguments of SGLang's `_run_sdpa_forward_extend`.
+    """
+    k_cache, v_cache, req_to_token, *requests, encoder_lens = where
     if encoder_lens is not None or not named["causal"]:
-        where = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)
-        return original(backend, query, output, *where, encoder_lens, **named)
+        return original(backend, query, output, *where, **named)
     start = 0
-    requests = (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)
     for pool, length, prefix, new in zip(*(each.tolist() for each in requests), strict=True):
         places, mask = req_to_token[pool, :length], None
         if prefix or named["sliding_window_size"] is not None:

@@ -24,6 +24,6 @@ def test_attention_is_sglangs() -> None:
 def test_one_long_request_beside_short_ones_is_left_to_sglang() -> None:
     asked: list[Any] = []
     lengths, query, cache = torch.tensor([2] * 7 + [90]), torch.zeros(8, 2, 8), torch.zeros(200, 2, 8)
-    rest: Any = (query, query, cache, cache, torch.zeros(8, 128), torch.arange(8), lengths)
+    rest: Any = (query, query, cache, cache, torch.zeros(8, 128), torch.arange(8), lengths, None)
     decoded(lambda *_, **named: asked.append(named), None, *rest, scaling=0.1)
     assert asked == [{"scaling": 0.1}]
